@@ -1,4 +1,4 @@
-"""The options of `ds-slide`. Nothing here imports torch, which takes seconds: the commands do, once they run."""
+"""The options of `ds-slide`. This module does not import torch, which takes seconds: the commands do, once they run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ds_slide.cli import trace
 from ds_slide.errors import SlideError
 
 BESIDE = ("torch", "deepspeed", "triton")
-"""Packages whose versions a report needs."""
+"""Packages whose versions the report of a fault needs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command with `arguments`, those of the process if None. Raises SystemExit with the code of a command."""
+    """Run the command with `arguments` (None: the process's own). Raises SystemExit with the code of a command."""
     parser = argparse.ArgumentParser(
         prog="ds-slide",
         description='DS-Slide, an offload engine for DeepSpeed that the JSON key "ds_slide" switches on.',
@@ -85,8 +85,8 @@ def _positive(text: str) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    """The exit code of a command. What libraries print goes to the error stream, so that the answer is alone; before a
-    refusal, what could be answered."""
+    """Run a command and return its exit code. Libraries print to the error stream, so that the answer is alone. Lines
+    that were answered before a refusal are printed before it."""
     lines: list[str] = []
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -107,7 +107,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _print(lines: Sequence[str]) -> None:
-    """A reader that has seen enough, such as `head`, is no fault."""
+    """Print the lines. A reader that stops early, such as `head`, is no fault."""
     try:
         print("\n".join(lines), end="\n" if lines else "", flush=True)
     except BrokenPipeError:
@@ -115,7 +115,7 @@ def _print(lines: Sequence[str]) -> None:
 
 
 def versions() -> Iterator[str]:
-    """A line each: DS-Slide, the packages beside it, Python, and what the updates on the CPU are compiled for."""
+    """Yield a line each for DS-Slide, the packages beside it, Python, and the CPU that updates are compiled for."""
     yield f"ds-slide {__version__}"
     for package in BESIDE:
         yield f"{package} {_installed(package)}"

@@ -1,6 +1,6 @@
 """`ds-slide trace`: what a recorded step spent its time with, and what it waited for.
 
-Recorded by the training itself: `"ds_slide": {"trace": {"path": "step.json", "steps": [10, 12]}}`.
+The training itself records it: `"ds_slide": {"trace": {"path": "step.json", "steps": [10, 12]}}`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `ds-slide trace`."""
+    """Add the arguments of `ds-slide trace`."""
     parser.add_argument(
         "files",
         type=Path,
@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """The answer goes to `say`, by lines. Returns the exit code. Raises SlideError for files that cannot be read or
-    written."""
+    """Answer with `say`, and return the exit code. Raises SlideError for files that cannot be read or written."""
     recorded = [read(path) for name in arguments.files for path in _of_all_ranks(name)]
     steps = [_chosen(of_file, arguments.step) for of_file in recorded]
     if arguments.json:
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def figures(step: RecordedStep) -> dict[str, Any]:
-    """Seconds; a wait's `units` are the seconds by unit."""
+    """Return the figures of a step in seconds. A wait's `units` are seconds by unit."""
     return {
         "rank": step.rank,
         "step": step.number,
@@ -68,7 +67,7 @@ def figures(step: RecordedStep) -> dict[str, Any]:
 
 
 def lines(step: RecordedStep) -> Iterator[str]:
-    """For people."""
+    """Yield the lines of a step for people."""
     share = step.bound_s / step.seconds
     yield (
         f"rank {step.rank}, step {step.number}: T = {duration(step.seconds)}; T* = {duration(step.bound_s)}, for which "
@@ -87,7 +86,7 @@ def lines(step: RecordedStep) -> Iterator[str]:
 
 
 def _of_all_ranks(path: Path) -> Sequence[Path]:
-    """The file itself, or where several ranks have written to its name, theirs, in the order of the ranks."""
+    """Return the file itself, or the files that several ranks have written under its name, by rank."""
     if path.exists():
         return [path]
     marked = {number: found for found in path.parent.glob("*") if (number := _rank_of(found, path)) is not None}
@@ -116,19 +115,19 @@ def _chosen(steps: Sequence[RecordedStep], number: int | None) -> RecordedStep:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A recorded step as a picture: a row for each lane, a colour for each block, and in the gaps what was waited for.
+# A recorded step as a picture: a row for each lane, a colour for each block, and in the gaps the cause of each wait.
 
 WIDTH = 14.0
 OTHER, WAITING = "#9aa0a6", "#f7dcdc"
 PHASES = {"forward": "#3b6fb6", "backward": "#e08a2e"}
 SHOWN_SHARE = 0.01
-"""Of the step: threads of the script that have waited for less have no row."""
+"""Part of the step: threads of the script that have waited for less have no row."""
 _SHORT = {"h2d of outer modules": "h2d, outer", "inputs of blocks": "inputs"}
 _DISK_ROWS = {REQUESTS: ("ssd read", "ssd written")}
 
 
 def trace_picture(steps: Sequence[RecordedStep]) -> Figure:
-    """One step of each rank, on one scale of time of day."""
+    """Draw one step of each rank, on one scale of time of day."""
     origin = min(step.begin_unix_s for step in steps)
     legend = [(colour, f"{what} (upper edge)") for what, colour in PHASES.items()]
     legend += [(OTHER, "outside of the blocks"), (WAITING, "waits for what it says")]
@@ -149,7 +148,7 @@ def _panel(step: RecordedStep, offset: float) -> Panel:
 
 
 def _bars(step: RecordedStep, offset: float) -> Iterator[Bar]:
-    """Waits first: where a lane works at the same time, that covers them."""
+    """Yield the waits first: work of a lane at the same time is drawn over them."""
     waits = [(wait.waiter, wait.what, wait.begin, wait.end) for wait in step.waits if wait.waiter in step.lanes[1:]]
     waits += [(cause.waiter, cause.what, cause.begin, cause.end) for cause in causes(step)]
     for row, what, begin, end in waits:
@@ -175,7 +174,7 @@ def _shorter(what: str, units: Sequence[str]) -> Iterator[str]:
 
 
 def block_colours(step: RecordedStep) -> dict[str, str]:
-    """Around the wheel in the order of the blocks, which are the units that the compute row names."""
+    """Return colours around the wheel, by index of the block. Blocks are the units that the compute row names."""
     computed = {work.unit for work in step.work if work.lane == COMPUTE and work.what != BETWEEN}
     blocks = [unit for unit in step.units if unit in computed]
     colours = {}

@@ -1,6 +1,6 @@
-"""Types of the sections of the DeepSpeed JSON that say where states go, checked before anybody reads them.
+"""Checks the types of the sections of the DeepSpeed JSON that say where states go, before other code reads them.
 
-DeepSpeed's own parser answers a wrong one with a traceback of its frames, an `AttributeError` for some; and the checks
+DeepSpeed's own parser answers a wrong type with a traceback of its frames, sometimes an `AttributeError`. The checks
 that run before that parser would read a list as an object.
 """
 
@@ -16,15 +16,16 @@ from ds_slide.errors import SlideConfigError
 SECTIONS = ("offload_optimizer", "offload_param")
 DEVICES = ("none", "cpu", "nvme")
 AUTO = "auto"
-"""What accelerate's DeepSpeedPlugin replaces, but only once HfDeepSpeedConfig has read the JSON."""
-# What that plugin fills in where nobody has named a directory.
+"""A value that accelerate's DeepSpeedPlugin replaces, but only once HfDeepSpeedConfig has read the JSON."""
+# That plugin fills this in where no directory is named.
 _NO_DIRECTORY = "none"
 
 
 def type_problems(raw: Mapping[str, Any], *, filled: bool = True) -> Iterator[str]:
-    """What is wrong, one sentence each. `raw`: the JSON as it was written. `filled`: nobody replaces an "auto" now."""
+    """Yield what is wrong, one sentence each. `raw`: the JSON as it was written. `filled`: no "auto" is replaced
+    later."""
     zero = raw.get("zero_optimization")
-    # A bool is the form of long ago, which DeepSpeed still reads: stage 1 or none.
+    # A bool is an old form, which DeepSpeed still reads: stage 1 or none.
     if not isinstance(zero, Mapping | bool | None):
         yield f'zero_optimization is {shown(zero)}; expected an object such as {{"stage": 3}}'
     if isinstance(zero, Mapping):
@@ -44,19 +45,19 @@ def type_problems(raw: Mapping[str, Any], *, filled: bool = True) -> Iterator[st
 
 
 def device_of(section: Any) -> Any:
-    """The device of a section by its name, as it is written; None where there is none."""
+    """Return the name of a section's device, as it is written; None where there is none."""
     device = section.get("device") if isinstance(section, Mapping) else None
     return getattr(device, "value", device)
 
 
 def _directory_in_block(raw: Mapping[str, Any]) -> bool:
-    """ "ds_slide" names directories, so that those of DeepSpeed's sections are not read."""
+    """Whether "ds_slide" names directories, so that directories in DeepSpeed's sections are not read."""
     block = raw.get("ds_slide")
     return isinstance(block, Mapping) and block.get("nvme_path") is not None
 
 
 def _placeholder_problems(path: str, section: Any, filled: bool) -> Iterator[str]:
-    """Texts that would be taken for directories of that name below the present one."""
+    """Yield what is wrong with texts that would be taken for directories below the present one."""
     placeholders = (_NO_DIRECTORY, AUTO) if filled else (_NO_DIRECTORY,)
     if device_of(section) == "nvme" and section.get("nvme_path") in placeholders:
         yield (

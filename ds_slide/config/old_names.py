@@ -1,4 +1,4 @@
-"""Keys of the "ds_slide" block under the names that they had once."""
+"""Keys of the "ds_slide" block under their old names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MOVED = {
     "update_passes": "ds_slide.update_passes",
     "mix": 'ds_slide.activations, where "whole_blocks" is what false was,',
 }
-"""Keys of "debug" that are settings of their own."""
+"""Keys of "debug" that are now settings of their own."""
 
 _said: set[str] = set()
 
 
 def under_new_names(block: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """`block` with its old keys under their new names, each of which is said once in a process. Raises SlideConfigError
-    where a setting stands there under both."""
+    """Return `block` with its old keys under their new names. Each old key is logged once in a process. Raises
+    SlideConfigError where a setting has both names."""
     old = [key for key in NEW_NAMES if key in block]
     for key in old:
         new = NEW_NAMES[key]

@@ -1,4 +1,4 @@
-"""The file that a record of steps goes to, looked at before anything is begun: it is written much later."""
+"""Checks the file for a record of steps at the start: it is written much later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_slide.report.trace import TraceRequest
 
 
 def trace_request(config: TraceConfig) -> TraceRequest | None:
-    """What is to be recorded; None without a path. Raises SlideConfigError where its file could not be written."""
+    """Return what to record; None without a path. Raises SlideConfigError where the file could not be written."""
     if config.path is None:
         return None
     name = f"{CONFIG_KEY}.trace.path"

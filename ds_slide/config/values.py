@@ -24,17 +24,17 @@ _FACTORS = {
 }
 _UNITS = {name.lower(): factor for name, factor in _FACTORS.items()}
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
-# Of a number with its sign, point and zeros: 8 EiB have 19 digits. Python refuses to read one of more than 4,300.
+# Digits of a number with its sign, point and zeros: 8 EiB have 19. Python refuses to read more than 4,300 digits.
 _MOST_DIGITS = 64
 # Sizes end up in 64-bit signed integers of the C++ side.
 _LARGEST = 2**63 - 1
 
 
 def parse_bytes(value: float | str, name: str = "size") -> int:
-    """Bytes in `value`: an int, a whole float (JSON writes 24e9 as one) or a number with a unit (B, KB, KiB ... TiB).
+    """Return the bytes in `value`: an int, a whole float (JSON reads 24e9 as one) or a number with a unit (B ... TiB).
 
-    `name` is what the message calls the value (its JSON path). Values that are negative, not finite, not whole bytes or
-    ambiguous ("24G" may be either) raise SlideConfigError.
+    `name`: the value's name in messages (its JSON path). Raises SlideConfigError for values that are negative, not
+    finite, not whole bytes or ambiguous ("24G" may be GB or GiB).
     """
     said = shown(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -53,7 +53,7 @@ def parse_bytes(value: float | str, name: str = "size") -> int:
 
 
 def format_bytes(number: int) -> str:
-    """`number` bytes for a message: "512 B", "3.0 MiB", "24.0 GiB"."""
+    """Return the text of `number` bytes: "512 B", "3.0 MiB", "24.0 GiB"."""
     if number < 2**10:
         return f"{number} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -92,7 +92,7 @@ def _parse_text(text: str, name: str) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 # Directories as people write them in JSON: "/local_nvme", "~/scratch", "$SCRATCH/states".
 #
-# Two steps. `check_directory_text` looks at the text alone, so that a JSON is judged the same everywhere;
+# There are two steps. `check_directory_text` looks only at the text, so that a JSON is judged the same everywhere.
 # `expanded_directory` puts in what this process knows: home directories and environment variables.
 
 _URL = re.compile(r"file:|[A-Za-z][A-Za-z0-9+.-]*://", re.IGNORECASE)
@@ -115,7 +115,7 @@ def check_directory_text(text: str, name: str) -> None:
         encoded = os.fsencode(text)
     except UnicodeEncodeError:
         raise SlideConfigError(f"{said}, which has characters that no path may have; write it as UTF-8") from None
-    # Told here: the operating system would say it after the directories above the long name have been made.
+    # Refused here: the operating system would refuse it after the directories above the long name have been made.
     if len(encoded) >= MOST_PATH_BYTES or max(map(len, encoded.split(b"/"))) > MOST_NAME_BYTES:
         raise SlideConfigError(
             f"{said}, which is longer than a path may be ({MOST_PATH_BYTES - 1} bytes, {MOST_NAME_BYTES} for each name "
@@ -124,9 +124,9 @@ def check_directory_text(text: str, name: str) -> None:
 
 
 def expanded_directory(text: str, name: str) -> Path:
-    """The directory, absolute: "~" and "~user" at the beginning and "$NAME" or "${NAME}" anywhere mean what they mean
-    in a shell. Raises SlideConfigError as `check_directory_text`, and for a user or a variable that does not exist:
-    the text itself would be a directory of that odd name below the present one.
+    """Return the absolute directory. "~" and "~user" at the beginning and "$NAME" or "${NAME}" anywhere mean what they
+    mean in a shell. Raises SlideConfigError like `check_directory_text`, and for a user or a variable that does not
+    exist: the text would otherwise be a directory of that odd name below the present one.
     """
     check_directory_text(text, name)
     home = os.path.expanduser(text)
@@ -148,15 +148,15 @@ def expanded_directory(text: str, name: str) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How a value that a user wrote is shown in a message: as JSON, on one line, and never longer than a part of it.
+# A user's value in a message: as JSON, on one line, cut to a limit.
 
 MOST_CHARACTERS = 120
 
 
 def shown(value: Any) -> str:
-    """`value` as JSON; cut where that is long, and described by its type where it has no such form."""
+    """Return `value` as JSON, cut where it is long; a value without such a form is described by its type."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * MOST_CHARACTERS:
-        return f"an integer of {value.bit_length():,} bits"  # Python refuses to write one of more than 4,300 digits
+        return f"an integer of {value.bit_length():,} bits"  # Python refuses to write more than 4,300 digits
     try:
         text = json.dumps(value, default=repr)
     except (ValueError, TypeError, RecursionError):
@@ -165,13 +165,13 @@ def shown(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """`text`, or its beginning and how long it is."""
+    """Return `text`, or its beginning and its length."""
     if len(text) <= MOST_CHARACTERS:
         return text
     return f"{text[:MOST_CHARACTERS]}... ({len(text):,} characters)"
 
 
 def shown_key(key: Any) -> str:
-    """A key as a part of a JSON path: as it is where it is a plain word, else as JSON."""
+    """Return a key as a part of a JSON path: a plain word unchanged, another key as JSON."""
     is_word = isinstance(key, str) and key.isidentifier() and key.isascii() and len(key) <= MOST_CHARACTERS
     return key if is_word else shown(key)

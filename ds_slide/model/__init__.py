@@ -1,4 +1,4 @@
-"""What the model is: blocks, outer modules, and the flat layout of each."""
+"""The structure of the model: blocks, outer modules, and the flat layout of each."""
 
 from ds_slide.model.layout import ALIGNMENT, Entry, ParameterInfo, Segment, UnitLayout, build_layout, piece
 from ds_slide.model.structure import ModelStructure, UnitSpec, find_structure, parameter_numel, parameter_shape

@@ -1,8 +1,8 @@
 """Finds the layers of a model that repeat, whatever holds them.
 
-Mostly that is an nn.ModuleList or an nn.Sequential. Where it is not, layers of one class that are in one place are
-found as well: in an nn.ModuleDict, as attributes (`layer1`, `layer2`, ...), or in lists inside a list, as where each
-element is a pair of attention and feed-forward. Found from the module tree alone.
+Mostly an nn.ModuleList or an nn.Sequential holds them. Other layers of one class in one place are found as well: in an
+nn.ModuleDict, as attributes (`layer1`, `layer2`, ...), or in lists inside a list, for instance pairs of attention and
+feed-forward. The module tree alone tells them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_LIST_SHARE = 0.10
 
 LIST_TYPES = (nn.ModuleList, nn.Sequential)
 EXPERTS = "expert"
-"""A list with it in its name never takes the place of the layers around it: what runs of it depends on the data."""
+"""A list with this in its name never replaces the layers around it: the data decides which of its layers run."""
 
 Named = tuple[tuple[str, nn.Module], ...]
 """(module path, module) of each."""
@@ -31,7 +31,7 @@ Named = tuple[tuple[str, nn.Module], ...]
 
 @dataclass(frozen=True)
 class LayerList:
-    """Blocks, and the module path of what they are in."""
+    """Blocks, and the module path of the module that holds them."""
 
     path: str
     layers: Named
@@ -50,9 +50,9 @@ def parameter_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 class Ownership:
     """Which parameters can be reached through one module only.
 
-    Counted over every path of the module tree, shared modules once per path: a parameter belongs to a module alone when
-    all paths that lead to the parameter pass through that module. That covers tied parameters, submodules that are used
-    in two places, and a second name for a whole block (which does not make the block shared).
+    All paths of the module tree count, and shared modules count once per path. A parameter belongs to a module alone
+    when all paths that lead to the parameter pass through that module. This covers tied parameters, submodules that are
+    used in two places, and a second name for a whole block (which does not make the block shared).
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -61,17 +61,17 @@ class Ownership:
         self.model_numel = sum(parameter_numel(parameter) for parameter in root.parameters())
 
     def exclusive(self, module: nn.Module) -> list[nn.Parameter]:
-        """Parameters that can be reached through `module` only, each once, in registration order."""
+        """Return the parameters that can be reached through `module` only, each once, in registration order."""
         inside = _parameter_paths(module)
         times = self.paths_to_module[id(module)]
         return [p for p in module.parameters() if inside[id(p)] * times == self.paths_to_parameter[id(p)]]
 
     def numel(self, module: nn.Module) -> int:
-        """Elements of these."""
+        """Return the elements of the parameters that belong to `module` alone."""
         return sum(parameter_numel(parameter) for parameter in self.exclusive(module))
 
     def share(self, modules: Sequence[nn.Module]) -> float:
-        """Share of the model's parameters that belong to `modules` alone."""
+        """Return the share of the model's parameters that belong to `modules` alone."""
         return sum(map(self.numel, modules)) / max(self.model_numel, 1)
 
 
@@ -81,7 +81,7 @@ def _parameter_paths(root: nn.Module) -> Counter[int]:
 
 
 def find_lists(root: nn.Module, ownership: Ownership, undivided: Collection[nn.Module]) -> list[LayerList]:
-    """Layer lists of `root` in registration order."""
+    """Return the layer lists of `root` in registration order."""
     within = {id(inside) for module in undivided for layer in module.children() for inside in layer.modules()}
     return _Search(ownership, within).below("", root)
 
@@ -90,14 +90,14 @@ class _Search:
     """One walk through the modules of a model, each visited once, under its first path."""
 
     def __init__(self, ownership: Ownership, within: Collection[int]) -> None:
-        """`within`: modules, by id, that are no blocks."""
+        """Make a walk. `within`: modules, by id, that are no blocks."""
         self._ownership = ownership
         self._within = within
         self._visited: set[int] = set()
         self._inside_blocks: set[int] = set()
 
     def below(self, path: str, module: nn.Module) -> list[LayerList]:
-        """Layer lists of `module` and of what is in it, the outermost first."""
+        """Return the layer lists of `module` and of the modules in it, the outermost first."""
         if id(module) in self._visited:
             return []
         self._visited.add(id(module))
@@ -120,8 +120,8 @@ class _Search:
         return [found for child_path, child in children(path, module) for found in self.below(child_path, child)]
 
     def _are_free(self, layers: Named) -> bool:
-        """Whether no other blocks have part in them: experts and adapters in a block move with it, and a list that
-        collects parts of known blocks a second time is a view of them."""
+        """Whether the layers share nothing with other blocks. Experts and adapters in a block move with it, and a list
+        that collects parts of known blocks a second time is a view."""
         return (
             bool(layers)
             and self._inside_blocks.isdisjoint(module_ids(layers))
@@ -132,9 +132,9 @@ class _Search:
         return self._ownership.share([layer for _, layer in layers])
 
     def _are_better(self, siblings: Named, inside: Sequence[LayerList], path: str) -> bool:
-        """Whether less of `siblings` has to be on the GPU at once with them as blocks than with the lists inside them:
-        two of the largest blocks, and what is in none. Two towers of one class, each with a list of layers, are no
-        blocks; nor are stages of which the last one is most of the model."""
+        """Whether `siblings` as blocks need less on the GPU at once than the lists inside them as blocks. Two of the
+        largest blocks have to be there, and all that is in no block. Two towers of one class, each with a list of
+        layers, are no blocks. Stages are none where the last stage is most of the model."""
         sizes = [self._ownership.numel(layer) for _, layer in siblings]
         whole, at_once = sum(sizes), 2 * max(sizes)
         layers = [layer for each in inside if not _holds_experts(each.path, path) for _, layer in each.layers]
@@ -152,7 +152,7 @@ def _holds_experts(path: str, above: str) -> bool:
 
 
 def _repeated_layers(path: str, module: nn.Module, ownership: Ownership) -> Named:
-    """Children of a list that are blocks; empty when it is no layer list.
+    """Return the children of a list that are blocks; empty when it is no layer list.
 
     Layers that occur once (an embedding or a head in one Sequential with the blocks) are not repeated and stay outer
     modules.
@@ -166,8 +166,8 @@ def _repeated_layers(path: str, module: nn.Module, ownership: Ownership) -> Name
         kinds[_kind(child)].append(child)
     repeated: set[int] = set()
     for members in kinds.values():
-        # A composite layer seen twice is a repeated layer. A bare Linear or BatchNorm seen twice says little: it counts
-        # only when it makes up a good part of the model.
+        # A composite layer seen twice is a repeated layer. A bare Linear or BatchNorm may occur twice by chance: it
+        # counts only when it makes up a good part of the model.
         if len(members) >= 2 and (_is_composite(members[0]) or ownership.share(members) >= MIN_LIST_SHARE):
             repeated.update(id(member) for member in members)
     layers = tuple((child_path, child) for child_path, child in candidates if id(child) in repeated)
@@ -175,7 +175,8 @@ def _repeated_layers(path: str, module: nn.Module, ownership: Ownership) -> Name
 
 
 def _kind(layer: nn.Module) -> Any:
-    """Layers of one kind are repetitions of each other: the same class and, for a bare torch layer, the same shapes.
+    """Return the kind of a layer: its class and, for a bare torch layer, its shapes. Layers of one kind are
+    repetitions.
 
     Composite layers may differ in shapes (a dense first layer before the MoE ones).
     """
@@ -189,7 +190,7 @@ def _is_composite(layer: nn.Module) -> bool:
 
 
 def can_be_block(module: nn.Module) -> bool:
-    """A block has parameters and is called as a module; ModuleList, ModuleDict and ParameterList cannot be called."""
+    """Whether a module has parameters and can be called; ModuleList, ModuleDict and ParameterList cannot."""
     return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
 
 
@@ -205,8 +206,8 @@ def _siblings(path: str, module: nn.Module) -> Named:
 
 
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children of `module` that are called, and those in its lists: of a model's own lists, which are searched by
-    themselves, only where several of them have numbers in their names."""
+    """Yield the children of `module` that are called, and the called modules in its lists. A model's own lists are
+    searched by themselves: their modules count only where several lists have numbers in their names."""
     direct = [(child_path, child) for child_path, child in children(path, module)]
     lists = [each for each in direct if _is_plain_list(each[1])]
     opened = _is_plain_list(module) or (len(lists) >= 2 and _are_numbered(tuple(lists), path))
@@ -222,12 +223,12 @@ def _is_plain_list(module: nn.Module) -> bool:
 
 
 def _class_of(layer: nn.Module) -> Any:
-    """The class, and of an nn.Sequential, which may be anything, the classes in it."""
+    """Return the class of a layer. An nn.Sequential may be anything, so the classes in it count, too."""
     return type(layer), tuple(map(type, layer.children())) if isinstance(layer, nn.Sequential) else ()
 
 
 def _are_numbered(layers: Named, path: str) -> bool:
-    """Whether there are numbers in the names of all of them below `path`."""
+    """Whether all layers have numbers in their names below `path`."""
     return all(any(map(str.isdigit, each[len(path) :])) for each, _ in layers)
 
 
@@ -235,7 +236,8 @@ def _are_numbered(layers: Named, path: str) -> bool:
 
 
 def children(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(module path, module) of the direct children; unlike named_children(), a child that occurs twice comes twice."""
+    """Yield (module path, module) of the direct children. Unlike in named_children(), a child that occurs twice comes
+    twice."""
     for name, child in module._modules.items():
         if child is not None:
             yield f"{path}.{name}" if path else name, child
@@ -246,14 +248,14 @@ def module_ids(layers: Named) -> set[int]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The blocks that `ds_slide.blocks` names: module paths of what holds them, or of themselves, patterns among them.
+# The blocks that `ds_slide.blocks` names: paths of modules that hold blocks, or of blocks, with patterns allowed.
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""What stands for its elements."""
+"""Modules that stand for their elements."""
 
 
 def named_lists(root: nn.Module, paths: Sequence[str], ownership: Ownership) -> list[LayerList]:
-    """What `paths` name, in registration order."""
+    """Return the blocks that `paths` name, in registration order."""
     modules = dict(root.named_modules(remove_duplicate=False))
     found: list[LayerList] = []
     inside_blocks: set[int] = set()
@@ -321,7 +323,7 @@ def _elements(path: str, container: nn.Module) -> Named:
 
 
 def _meant(root: nn.Module, path: str, modules: dict[str, nn.Module], ownership: Ownership) -> str:
-    """The rest of the sentence: what was probably meant."""
+    """Return the rest of the sentence, which names what was probably meant."""
     lists = [each.path or layers[0] for each in find_lists(root, ownership, ()) for layers in each.layers]
     able = [each for each, module in modules.items() if each and (can_be_block(module) or _elements(each, module))]
     nearest = difflib.get_close_matches(path, dict.fromkeys(lists) or able, n=1, cutoff=0.0)

@@ -6,9 +6,9 @@ Pure integers, no torch. Two address spaces, both counted in elements:
 * slot: the whole parameters, as the GPU reads them.
 
 With one rank they are the same space. With more, the all-gathered buffer is rank-major: the state buffer of rank r
-starts at `r * local_numel`, and the piece of an entry lies at `r * local_numel + entry.offset`; it belongs at
-`entry.slot_offset + piece(entry, r)[0]` of the slot. Strides depend on sizes alone, so a parameter that receives no
-gradient in some step shifts nothing.
+starts at `r * local_numel`. The piece of an entry lies at `r * local_numel + entry.offset`, and belongs at
+`entry.slot_offset + piece(entry, r)[0]` of the slot. Strides depend only on sizes, so a parameter without a gradient in
+some step shifts nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Segment:
-    """Local range [start, stop) that one optimizer parameter group updates, alignment padding included."""
+    """Local span [start, stop) that one optimizer parameter group updates, alignment padding included."""
 
     group: int
     start: int
@@ -70,8 +70,8 @@ class UnitLayout:
     """Layout of a unit on one rank; the same on every rank. Every offset and total is a multiple of ALIGNMENT."""
 
     entries: tuple[Entry, ...]
-    """Trainable entries, sorted stably by group, behind them those that have become trainable later, then the frozen
-    ones in the order given."""
+    """Trainable entries, sorted stably by group. Then come entries that became trainable later, and then frozen entries
+    in the given order."""
     world_size: int
     trainable_numel: int
     """Local elements with gradient and states: [0, trainable_numel) of the local state buffers."""
@@ -82,25 +82,25 @@ class UnitLayout:
     slot_numel: int
     """Slot elements of all entries."""
     segments: tuple[Segment, ...]
-    """Ranges of one group each; they cover [0, trainable_numel) without gaps."""
+    """Spans of one group each; they cover [0, trainable_numel) without gaps."""
 
 
 def align_up(numel: int) -> int:
-    """Smallest multiple of ALIGNMENT that is not below `numel`."""
+    """Return the smallest multiple of ALIGNMENT that is not below `numel`."""
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def piece(entry: Entry, rank: int) -> tuple[int, int]:
-    """Range [start, stop) of the parameter's flat elements that `rank` holds.
+    """Return the span [start, stop) of the parameter's flat elements that `rank` holds.
 
-    At most `entry.partition_numel` long; shorter or empty on the last ranks, where the partition is padding.
+    It is at most `entry.partition_numel` long; shorter or empty on the last ranks, where the partition is padding.
     """
     start = min(rank * entry.partition_numel, entry.numel)
     return start, min(start + entry.partition_numel, entry.numel)
 
 
 def pieces(layout: UnitLayout) -> Iterator[tuple[int, slice, slice]]:
-    """(rank, elements of that rank's part of the unit, elements of the unit in slot layout) of every piece."""
+    """Yield (rank, span in that rank's part of the unit, span in slot layout) for every piece."""
     for entry in layout.entries:
         for rank in range(layout.world_size):
             start, stop = piece(entry, rank)
@@ -138,7 +138,7 @@ def _in_order(parameters: Sequence[ParameterInfo], world_size: int) -> UnitLayou
         offset += align_up(partition_numel)
         slot_offset += align_up(info.numel)
 
-    # Frozen entries come last, so the first of them ends the trainable range.
+    # Frozen entries come last, so the first frozen entry ends the trainable span.
     first_frozen = next((entry for entry in entries if not entry.trainable), None)
     trainable_numel = first_frozen.offset if first_frozen else offset
     return UnitLayout(
@@ -157,7 +157,8 @@ def _group_order(info: ParameterInfo) -> tuple[bool, int]:
 
 
 def _segments(entries: Iterable[Entry]) -> tuple[Segment, ...]:
-    """One segment for each run of entries of one group: one per group where all were trainable from the start."""
+    """Return one segment for each run of entries of one group: one per group where all were trainable from the
+    start."""
     segments = []
     for group, run in groupby(entries, key=lambda entry: entry.group):
         members = list(run)

@@ -1,10 +1,10 @@
-"""What a model is made of: blocks (its repeated layers) and outer modules (everything else).
+"""The units of a model: blocks (its repeated layers) and outer modules (everything else).
 
-A unit has one precision. A block of several (adapters in fp32 beside frozen weights in bf16) keeps the one that most of
-its elements have; the others are its parts. So are those of its parameters whose gradients are compressed.
+A unit has one precision. A block with several (adapters in fp32 beside frozen weights in bf16) keeps the precision of
+most of its elements. Parameters in the others are its parts, and so are parameters whose gradients are compressed.
 
-Found from the module tree alone: no forward, no trace. Parameters may be ZeRO-3 partitions (empty data, the real size
-in `ds_numel` and `ds_shape`).
+The module tree alone tells the units: no forward, no trace. Parameters may be ZeRO-3 partitions (empty data, the real
+size in `ds_numel` and `ds_shape`).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Precision:
     """The data types of all parameters of a unit."""
 
     parameter: torch.dtype
-    """The data type that the model declares, and as a script sees them outside of a forward."""
+    """The data type that the model declares, and that a script sees outside of a forward."""
     weight: torch.dtype
-    """The data type of what the GPU computes with."""
+    """The data type of the weights that the GPU computes with."""
     gradient: torch.dtype | None = None
-    """The data type in which their gradients are reduced and go to host memory; None: that of the run."""
+    """The data type of gradients when they are reduced and go to host memory; None: the run's data type."""
 
     @classmethod
     def declared(cls, parameter: torch.Tensor) -> Precision:
-        """Weights as the model has them."""
+        """Return the precision of weights that keep the model's own data type."""
         return cls(parameter.dtype, parameter.dtype)
 
     @property
     def narrowed(self) -> bool:
         """Whether the weights are shorter than the parameters. The master then begins as the parameter's exact value,
-        and is what a script reads and writes."""
+        and a script reads and writes the master."""
         return self.weight is not self.parameter
 
     @property
@@ -71,11 +71,11 @@ def _never(_parameter: nn.Parameter) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class UnitSpec:
-    """What is moved and updated as one."""
+    """Parameters that are moved and updated together."""
 
     name: str
     """Module path of a block; "outer:<module path>" or "outer" for an outer module. Parts, and outer modules in another
-    precision than the model's, have that in parentheses behind it."""
+    precision than the model's, add the precision in parentheses."""
     kind: Literal["block", "part", "outer"]
     index: int
     """Position among the units of the same kind, in registration order."""
@@ -89,20 +89,20 @@ class UnitSpec:
     precision: Precision
     """The data types of all its parameters."""
     compressed: bool = False
-    """It is a part whose gradients leave the GPU compressed."""
+    """Whether it is a part whose gradients leave the GPU compressed."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelStructure:
-    """The units of a model; each Parameter object is in exactly one of them."""
+    """The units of a model; each Parameter object is in exactly one unit."""
 
     blocks: tuple[UnitSpec, ...]
     """Blocks of all layer lists in registration order (T5: encoder, then decoder)."""
     parts: tuple[UnitSpec, ...]
-    """What blocks have in other precisions, one for each of these, and compressed."""
+    """Parts of blocks: one for each further precision of a block, then the compressed parts."""
     outer_units: tuple[UnitSpec, ...]
     lists: tuple[str, ...]
-    """Module paths of what the blocks are in, mostly layer lists; "" is the model itself."""
+    """Module paths of the modules that hold the blocks, mostly layer lists; "" is the model itself."""
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
@@ -121,13 +121,13 @@ def find_structure(
     """Split `module` into blocks and outer modules.
 
     Blocks are layers that repeat and hold a substantial share of the model, wherever they are (`layer_lists`). A
-    parameter that only one block can reach is that block's; one that is shared (between blocks, or with the rest of the
-    model) is an outer module. A model without such layers is one outer module.
+    parameter that only one block can reach belongs to that block. A parameter that is shared (between blocks, or with
+    the rest of the model) belongs to an outer module. A model without such layers is one outer module.
 
-    `blocks` names them by module path instead. Raises SlideConfigError when such a path is none of theirs. `apart`:
-    module paths whose own parameters, where they belong to an outer module, are a unit by themselves however few they
-    are. `undivided`: modules whose lists are no layer lists: which of their layers run, and when, may differ between
-    ranks. `is_compressed`: of a parameter of a block, in the precision of the block; the block keeps one at least.
+    `blocks`: module paths that name the blocks instead. Raises SlideConfigError for a path that names none. `apart`:
+    module paths of outer modules whose own parameters are a unit by themselves, even if they are few. `undivided`:
+    modules whose lists are no layer lists: ranks may run different layers of them, at different times. `is_compressed`:
+    asked for each parameter in the precision of its block; the block keeps at least one parameter.
     """
     ownership = Ownership(module)
     lists = find_lists(module, ownership, undivided) if blocks == "auto" else named_lists(module, blocks, ownership)
@@ -145,7 +145,7 @@ def _split(
     precision_of: PrecisionOf,
     is_compressed: IsCompressed,
 ) -> ModelStructure:
-    """Hand every parameter to its block, to a part of that, or to an outer module."""
+    """Hand every parameter to its block, to a part of the block, or to an outer module."""
     layers = [layer for layer_list in lists for layer in layer_list.layers]
     block_of = {id(p): path for path, layer in layers for p in ownership.exclusive(layer)}
     of_block: dict[str, _Named] = defaultdict(list)
@@ -214,7 +214,7 @@ def _by_precision(parameters: _Named, precision_of: PrecisionOf) -> dict[Precisi
 
 
 def _main(found: dict[Precision, _Named]) -> Precision | None:
-    """What most elements have, of two with as many the one that comes first; None without parameters."""
+    """Return the precision of most elements, the first one where two are equal; None without parameters."""
     return max(found, key=lambda precision: _numel(found[precision]), default=None)
 
 

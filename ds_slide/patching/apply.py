@@ -1,4 +1,4 @@
-"""Put the kernels into a model: every module that a patcher recognises, on the object and not on its class."""
+"""Puts the kernels into a model: each module that a patcher recognises is changed, but not its class."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ ABSENT = {
 
 @dataclass(frozen=True)
 class Replaced:
-    """What was put into a model."""
+    """The kernels that were put into a model."""
 
     counts: Mapping[str, int]
-    """Replaced modules by kind, of the kinds that were asked for and found."""
+    """Numbers of replaced modules, for each kind that was asked for and found."""
     reasons: Mapping[str, str]
-    """One reason by kind why a module of it (or all) stayed as it was; no entry where all were replaced."""
+    """One reason for each kind why a module (or all) stayed unchanged; no entry where all were replaced."""
     patches: list[Patch] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Give the modules back what they had. Harmless when called twice."""
+        """Give the modules their old forwards back. Harmless when called twice."""
         while self.patches:
             self.patches.pop().undo()
 
     def as_dict(self) -> dict[str, dict[str, int] | dict[str, str]]:
-        """What statistics show: {"replaced": counts, "not_replaced": reasons}."""
+        """Return the form of the statistics: {"replaced": counts, "not_replaced": reasons}."""
         return {"replaced": dict(self.counts), "not_replaced": dict(self.reasons)}
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ def apply_kernels(model: nn.Module, which: Which = "auto", device_type: str | No
 
     A module is replaced when its class computes, on random numbers, what the kernel computes; the model's parameters
     are neither read nor needed. Nothing outside of `model` changes. A second call replaces nothing. Raises
-    SlideConfigError as `resolve_kinds` does.
+    SlideConfigError like `resolve_kinds`.
     """
     kinds = resolve_kinds(which, device_type)
     counts: Counter[str] = Counter()

@@ -1,6 +1,6 @@
 """Gated feed-forward modules: down(act(gate(x)) * up(x)), with gate and up apart or in one projection.
 
-The replacement calls the projections as modules, so their hooks, and adapters that took their places, work as before.
+The replacement calls the projections as modules, so that their hooks, and adapters in their places, still work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 APART = ("gate_proj", "up_proj", "down_proj")
 PACKED = ("gate_up_proj", "down_proj")
-# Of the probe, whose projections are small ones of its own: the module's may be gigabytes, or not here.
+# Sizes of the probe's own small projections: the module's projections may be gigabytes, or not here.
 HIDDEN, INNER = 12, 40
 
 
@@ -41,7 +41,7 @@ class GatedMlpPatcher:
         self._forms: dict[Any, GatedForm | str] = {}
 
     def patch(self, module: nn.Module) -> ForwardPatch | str | None:
-        """The patch, a reason why a candidate stays as it is, or None where `module` is no gated feed-forward."""
+        """Return the patch, the reason why a candidate stays unchanged, or None for a module of another kind."""
         names = next((names for names in (APART, PACKED) if all(name in module._modules for name in names)), None)
         if names is None or any(module._modules[name] is None for name in names):
             return None
@@ -61,7 +61,7 @@ class GatedMlpPatcher:
 
 
 def find_gated_form(module: nn.Module, names: tuple[str, ...]) -> GatedForm | str:
-    """The form that the forward of the module's class computes, tried on small projections, or why it is none."""
+    """Return the form that the forward of the module's class computes on small projections, or why it has none."""
     name = type(module).__name__
     packed = names == PACKED
     generator = torch.Generator().manual_seed(2)
@@ -70,7 +70,7 @@ def find_gated_form(module: nn.Module, names: tuple[str, ...]) -> GatedForm | st
     for child in names:
         inside, outside = (INNER, HIDDEN) if child == "down_proj" else (HIDDEN, INNER * (2 if packed else 1))
         probe._modules[child] = _random_linear(inside, outside, generator)
-    # Wide enough to tell a clipped activation from a plain one, and with values about 1, where the two gelus differ.
+    # The values are wide enough to reveal a clipped activation, and some are about 1, where the two gelus differ.
     x = torch.randn(24, HIDDEN, generator=generator, dtype=torch.float64, device="cpu")
     x *= torch.logspace(-1, 1, 24, dtype=torch.float64, device="cpu")[:, None]
     try:

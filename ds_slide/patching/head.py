@@ -1,8 +1,8 @@
 """The loss of a causal language model from the head's input, without the logits.
 
-In a training forward with labels, the head returns PendingLogits. The model's loss function, which gets them, calls the
-head once more, this time for the loss: the call goes through the module, so that its hooks bring the weight in and see
-its gradients. Where the two do not meet as expected, the logits are computed after all.
+In a training forward with labels, the head returns PendingLogits. The model's loss function gets them and calls the
+head once more, this time for the loss. The call goes through the module, so that its hooks bring the weight in and see
+its gradients. Where the loss function does not get them unchanged, the logits are computed after all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_slide.patching.rows import ROWS, HeadRows, in_dtype_of, rows_of, streame
 
 STATE = "_slide_loss"
 KNOWN = {"logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels", "kwargs"}
-# What models pass on from their own arguments, and the loss of transformers does not read.
+# Arguments that models pass on, and that the loss of transformers does not read.
 UNREAD = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "position_ids", "cache_position"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache", "is_causal"),
@@ -33,7 +33,7 @@ UNREAD = {
 
 @dataclass
 class LossState:
-    """One of a patched model and its head."""
+    """The state that a patched model and its head share."""
 
     weight_dtype: torch.dtype
     """The head's data type, kept here because reading it off a streamed weight would gather the weight."""
@@ -44,7 +44,7 @@ class LossState:
 
 @dataclass(frozen=True)
 class LossArguments:
-    """What the head needs to compute the loss. `labels`: shifted, one for every row of the head's input."""
+    """The arguments that the head needs for the loss. `labels`: shifted, one for every row of the head's input."""
 
     labels: torch.Tensor
     ignore_index: int
@@ -52,12 +52,12 @@ class LossArguments:
     softcap: float | None
 
     def options(self) -> dict[str, Any]:
-        """The loss's keyword arguments."""
+        """Return the loss's keyword arguments."""
         return {"ignore_index": self.ignore_index, "num_items": self.num_items, "softcap": self.softcap}
 
 
 class LossLinear(nn.Linear):
-    """A head. As a class, because only a class can decide what a call does before the hooks of the module run."""
+    """A head that can return pending logits. Only a class can decide what a call does before the module's hooks run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and _postpones(self, args[0]):
@@ -94,7 +94,7 @@ class LossLinear(nn.Linear):
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """The data type of a linear layer's output: autocast casts what is not fp64."""
+    """Return the data type of a linear layer's output: autocast casts all but fp64."""
     dtype = autocast_dtype(hidden.device.type)
     return hidden.dtype if dtype is None or hidden.dtype == torch.float64 else dtype
 
@@ -103,7 +103,7 @@ def _postpones(head: LossLinear, hidden: torch.Tensor) -> bool:
     state: LossState | None = head.__dict__.get(STATE)
     if state is None or not state.active or state.forwards == 0 or torch.compiler.is_compiling():
         return False
-    # A forward hook is there to see logits, and so is a forward that was put on the object.
+    # A forward hook wants to see logits, and so does a forward that was put on the object.
     if head._forward_hooks or "forward" in head.__dict__ or not runs_on(hidden):
         return False
     return _compute_dtype(hidden) == state.weight_dtype or autocast_dtype(hidden.device.type) is not None
@@ -154,7 +154,7 @@ class LossFunction:
         return loss
 
     def _arguments(self, logits: PendingLogits, given: dict[str, Any]) -> LossArguments | str:
-        """What the head needs, or the reason why this call is not one for the kernel."""
+        """Return the arguments for the head, or the reason why the kernel cannot do this call."""
         others = {**{name: given[name] for name in given.keys() - KNOWN}, **given.get("kwargs", {})}
         strange = sorted(name for name, value in others.items() if value is not None and name not in UNREAD)
         if strange:
@@ -167,7 +167,7 @@ class LossFunction:
         ignore_index = given.get("ignore_index", -100)
         labels = given.get("shift_labels")
         if labels is None:
-            # Position t is to predict token t + 1; the last one predicts nothing.
+            # Position t predicts token t + 1; the last position predicts nothing.
             labels = functional.pad(given["labels"], (0, 1), value=ignore_index)[..., 1:]
         rows = logits.shape[:-1].numel()
         if labels.numel() != rows or labels.dtype != torch.int64 or given["vocab_size"] != logits.shape[-1]:
@@ -186,6 +186,7 @@ def patch_loss(model: nn.Module) -> LossPatch | str:
     language_model: Any = next((m for m in model.modules() if all(hasattr(type(m), name) for name in wanted)), None)
     if language_model is None:
         return "no module has a loss function and output embeddings"
+    # The head must be a plain nn.Linear, and the loss ForCausalLMLoss.
     name = type(language_model).__name__
     head = language_model.get_output_embeddings()
     if type(head) is LossLinear:
@@ -201,6 +202,7 @@ def patch_loss(model: nn.Module) -> LossPatch | str:
     signature = inspect.signature(type(language_model).forward)
     if "labels" not in signature.parameters:
         return f"the forward of {name} has no argument labels"
+    # Loss function, head and forward are replaced together; the head and the model share one state.
     state = LossState(head.weight.dtype)
     had_loss_function = "_loss_function" in language_model.__dict__
     loss_function = LossFunction(original)
@@ -227,7 +229,7 @@ def _counting(signature: inspect.Signature, original: Forward) -> Forward:
         labels = kwargs.get("labels", args[place] if len(args) > place else None)
         if labels is None or not self.training:
             return original(self, *args, **kwargs)
-        state: LossState = self.__dict__[STATE]  # of this object, which may be a deep copy of the patched one
+        state: LossState = self.__dict__[STATE]  # this object's own: it may be a deep copy of the patched model
         state.forwards += 1
         try:
             return original(self, *args, **kwargs)
@@ -238,11 +240,11 @@ def _counting(signature: inspect.Signature, original: Forward) -> Forward:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A head whose weight is not on the GPU: its rows come in chunks while it computes, and their gradients go.
+# A head whose weight is not on the GPU: its rows come in chunks while it computes, and their gradients leave.
 
 
 class StreamedLinear(nn.Linear):
-    """A head that computes logits; `LossLinear` is the one that computes the loss, too."""
+    """A streamed head that computes only logits; `LossLinear` computes the loss, too."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return streamed_logits(self, input)

@@ -30,13 +30,13 @@ def interprets() -> bool:
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Whether the kernels take `tensor`: on a GPU (or interpreted) and in bf16, fp16 or fp32. On the meta device, where
-    a model is planned, their operators tell the shapes that they would make on a GPU."""
+    """Whether the kernels take `tensor`: on a GPU (or interpreted) and in bf16, fp16 or fp32. A model is planned on the
+    meta device, where the kernels' operators give the same shapes as on a GPU."""
     return tensor.dtype in KERNEL_DTYPES and (tensor.is_cuda or tensor.is_meta or interprets())
 
 
 def gains_on(tensor: torch.Tensor, length_dimension: int = 1) -> bool:
-    """Whether the kernels take `tensor` and are not slower than the few operations that they replace."""
+    """Whether the kernels take `tensor` and are not slower than the operations that they replace."""
     return runs_on(tensor) and not is_one_token(tensor, length_dimension)
 
 
@@ -44,11 +44,11 @@ def is_one_token(tensor: torch.Tensor, length_dimension: int = 1) -> bool:
     """Whether `tensor` is on a GPU, has one token of each sequence, and needs no gradient: a step of generation.
 
     The GPU then waits for the host, and a Triton launch from Python costs the host more than the module's own few
-    operations: with the kernels, generation of a 1.5 B model took 42 ms a token on an H200, without them 37 ms. By
-    length, not by size: re-entrant checkpointing runs a training forward without gradients, too, and its recomputation
-    must compute the same.
+    operations: with the kernels, generation of a 1.5 B model took 42 ms a token on an H200, without them 37 ms. The
+    length counts, not the size: re-entrant checkpointing runs a training forward without gradients, too, and its
+    recomputation must compute the same.
     """
-    # Of [batch, length, width], or of heads; a norm of heads may have them before or behind the length.
+    # The tensor is [batch, length, width], or has heads; a norm of heads may have them before or after the length.
     dimensions = 3 if length_dimension == 1 else 4
     if not tensor.is_cuda or torch.is_grad_enabled() or tensor.dim() != dimensions:
         return False
@@ -56,7 +56,7 @@ def is_one_token(tensor: torch.Tensor, length_dimension: int = 1) -> bool:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The data type in which autocast computes; None where it is off, or unknown as on the meta device."""
+    """Return the data type that autocast computes in; None where it is off or unknown (on the meta device)."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
@@ -69,14 +69,15 @@ def autocasts_to_fp32(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def say_unused(kind: str, why: str) -> None:
-    """Log, once for each reason, that a module which was replaced runs its original for the arguments of a call."""
+    """Log, once for each reason, that a replaced module runs its original for the arguments of a call."""
     logger.warning("the kernel of kind %s is not used: %s", kind, why)
 
 
 def resolve_kinds(which: Which, device_type: str | None = None) -> tuple[KernelKind, ...]:
-    """The kinds that `which` means on a device of `device_type`: "cuda" (AMD too) or "cpu"; None: what torch sees.
+    """Return the kinds that `which` means on `device_type`: "cuda" (AMD too) or "cpu"; None: the device that torch
+    sees.
 
-    "auto" is every kind on a GPU with Triton and none elsewhere, which is logged. Raises SlideConfigError for an
+    "auto" means every kind on a GPU with Triton and none elsewhere, which is logged. Raises SlideConfigError for an
     unknown kind, and for a list of kinds where the kernels cannot run.
     """
     if which == "off":
@@ -85,7 +86,7 @@ def resolve_kinds(which: Which, device_type: str | None = None) -> tuple[KernelK
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     obstacle = _obstacle(device_type)
     if which == "auto":
-        # Under the interpreter the kernels would run, a thousand times slower: only for those who name them.
+        # The interpreter runs the kernels a thousand times slower: it does so only where the JSON names them.
         if obstacle is None and device_type != "cuda":
             obstacle = "there is no GPU"
         if obstacle is not None:
@@ -120,18 +121,18 @@ _MARK = "_slide_kernel"
 
 
 def own_forward(module: nn.Module) -> Forward | None:
-    """The forward of the module's class; None where the object has another one (by a hook of accelerate, say)."""
+    """Return the forward of the module's class; None where the object has another one (from accelerate's hook, say)."""
     return None if "forward" in module.__dict__ else type(module).forward
 
 
 def replaced_kind(module: nn.Module) -> str | None:
-    """The kind of the kernel in the module's forward; None where the forward is not one of ours."""
+    """Return the kind of the kernel in the module's forward; None where the forward is not ours."""
     return getattr(module.__dict__.get("forward"), _MARK, None)
 
 
 @dataclass(frozen=True)
 class ForwardPatch:
-    """A forward in the place of the one that `module` had."""
+    """A forward that replaces the forward of `module`."""
 
     module: nn.Module
     function: Forward
@@ -141,7 +142,8 @@ class ForwardPatch:
     def undo(self) -> None:
         current = self.module.__dict__.get("forward")
         if getattr(current, "__func__", None) is not self.function:
-            # Somebody has wrapped ours meanwhile (accelerate does): theirs must stay, and ours calls the original.
+            # Other code has wrapped ours meanwhile (accelerate does): the wrapper must stay, and ours calls the
+            # original.
             setattr(self.function, _MARK, None)
         elif self.before is None:
             del self.module.__dict__["forward"]
@@ -152,7 +154,7 @@ class ForwardPatch:
 def replace_forward(module: nn.Module, kind: str, build: Callable[[Forward], Forward]) -> ForwardPatch:
     """Give `module` the forward `build(original)`; both are functions whose first argument is the module.
 
-    A bound method, because a deep copy of the model binds it to the copied module.
+    It is a bound method, because a deep copy of the model binds it to the copied module.
     """
     before = module.__dict__.get("forward")
     original: Forward = type(module).forward if before is None else _unbound(before)
@@ -177,7 +179,7 @@ def _unbound(forward: Any) -> Forward:
 
 
 def plain_attributes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Numbers, flags and names that the object carries: with its class, what its behaviour can depend on."""
+    """Return the numbers, flags and names in the object. Its behaviour can depend on them and on its class."""
     return tuple(
         sorted(
             (name, value)

@@ -1,7 +1,7 @@
-"""Norms: LayerNorm by its class, RMS norms by what they compute.
+"""Patches norms: LayerNorm is found by its class, an RMS norm by what it computes.
 
-A module whose only parameter is a 1-D weight may be any norm. It is tried on random numbers (never on its own weights,
-which may be partitioned or empty) in fp32 and bf16, and taken for an RMS norm only if it agrees with one of four forms.
+A module whose only parameter is a 1-D weight may be any norm. It is tried on random numbers in fp32 and bf16, never on
+its own weights, which may be partitioned or empty. It is an RMS norm only if it agrees with one of four forms.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ds_slide.patching.kinds import (
 )
 
 EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
-# Another order of the same operations changes the last bit of a few bf16 values; another place of the rounding changes
-# every third.
+# Another order of the same operations changes the last bit of a few bf16 values. Rounding in another place changes
+# every third value.
 SAME_BF16_SHARE = 0.98
 
 
 @dataclass(frozen=True)
 class RmsForm:
-    """`weight_offset` is added to the weight in fp32; `round_before_weight`: the normalised value is rounded first."""
+    """`weight_offset`: added to the weight in fp32. `round_before_weight`: the normalised value is rounded first."""
 
     epsilon_name: str
     weight_offset: float
@@ -48,7 +48,7 @@ class NormPatcher:
         self._forms: dict[Any, RmsForm | str] = {}
 
     def patch(self, module: nn.Module) -> ForwardPatch | str | None:
-        """The patch, a reason why a candidate stays as it is, or None where `module` is no norm."""
+        """Return the patch, the reason why a candidate stays unchanged, or None where `module` is no norm."""
         if isinstance(module, nn.LayerNorm):
             return self._patch_layer_norm(module)
         shape = _weight_shape(module)
@@ -84,7 +84,7 @@ def _weight_shape(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def find_rms_form(module: nn.Module, shape: tuple[int, ...]) -> RmsForm | str:
-    """The form of RMS norm that the forward of the module's class computes, or the reason why it is none of them."""
+    """Return the form of RMS norm that the forward of the module's class computes, or the reason why it has none."""
     name = type(module).__name__
     epsilon_name = next((e for e in EPSILON_NAMES if isinstance(getattr(module, e, None), float)), None)
     if epsilon_name is None:

@@ -1,7 +1,7 @@
-"""Logits that are not computed: a tensor of their shape that remembers how to, until somebody needs the numbers.
+"""Pending logits: a tensor of the logits' shape that remembers how to compute them when an operation needs the numbers.
 
-The loss kernel works from the head's input, so a training forward need not make the logits, its largest tensor. What
-the model does with them on the way to the loss (a cast, a soft cap) is noted; any other operation computes them first,
+The loss kernel works from the head's input, so a training forward need not make the logits, its largest tensor. Steps
+of the model on the way to the loss (a cast, a soft cap) are noted. Any other operation first computes the logits,
 through the head as a module, and runs on real numbers with a real graph.
 """
 
@@ -54,7 +54,7 @@ Step = tuple[str, Any]
 
 
 class Source:
-    """What the logits come from: the head and its input, shared by all tensors that were derived from one call."""
+    """The source of logits: the head and its input. All tensors that derive from one call share it."""
 
     def __init__(self, head: nn.Module, hidden: torch.Tensor) -> None:
         self.head = head
@@ -64,7 +64,7 @@ class Source:
             hidden.requires_grad or any(parameter.requires_grad for parameter in head.parameters())
         )
         self.was_read = False
-        """Somebody has seen the numbers, and may have written to them: the loss must be computed from them."""
+        """Whether other code has the numbers. It may have written to them, so the loss must be computed from them."""
         self._weight_version = weight_version(head)
         self._autocast = autocast_dtype(hidden.device.type)
         self._device_type = hidden.device.type
@@ -72,7 +72,7 @@ class Source:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Gradients and autocast as they were when the model called its head."""
+        """Restore the modes of gradients and autocast from the model's call of its head."""
         dtype = self._autocast
         as_before: AbstractContextManager[object] = nullcontext()
         if torch.amp.is_autocast_available(self._device_type):
@@ -126,7 +126,7 @@ class PendingLogits(torch.Tensor):
         return f"PendingLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, steps={self.steps})"
 
     def materialise(self) -> torch.Tensor:
-        """The numbers, computed once. Raises SlideError when the weights that they need are not there any more."""
+        """Return the numbers, computed once. Raises SlideError when the weights that they need are gone."""
         if self.made is not None:
             return self.made
         logits = self.source.logits()
@@ -137,7 +137,7 @@ class PendingLogits(torch.Tensor):
                 else:
                     logits = logits / value if name == "/" else logits * value if name == "*" else torch.tanh(logits)
         if self.hooks and logits.requires_grad:
-            # The loss may have been computed from the logits themselves, and the hooks are not for its gradient.
+            # The loss may have been computed from the logits themselves, and the hooks must not see its gradient.
             logits = identity(logits)
             for hook in self.hooks:
                 logits.register_hook(hook)
@@ -145,7 +145,7 @@ class PendingLogits(torch.Tensor):
         return logits
 
     def softcap(self) -> float | Literal[False] | None:
-        """The cap c of c * tanh(x / c); None without steps but casts; False for any other chain of steps."""
+        """Return the cap c of c * tanh(x / c); None where all steps are casts; False for any other chain of steps."""
         steps = [step for step in self.steps if step[0] != "to"]
         if not steps:
             return None
@@ -168,7 +168,7 @@ class PendingLogits(torch.Tensor):
         return function(*_numbers(args), **_numbers(kwargs))
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
-        """What `function` gives without the numbers, in a tuple; None where it needs them."""
+        """Return the result of `function` without the numbers, in a tuple; None where it needs them."""
         number = args[0] if len(args) == 1 and not kwargs and isinstance(args[0], int | float) else None
         if function in _DIVIDE and number is not None:
             return (self._after(("/", number)),)
@@ -186,7 +186,7 @@ class PendingLogits(torch.Tensor):
             hidden = self.source.hidden
             if not self.source.graph or hidden is None:
                 return (None,)
-            # Its node does not exist yet; the one before it answers the question whether there is one.
+            # The logits' node does not exist yet; the node before it tells whether there is a graph.
             return (hidden.grad_fn,) if hidden.grad_fn is not None else None
         if function is torch.Tensor.register_hook and len(args) == 1 and not kwargs and self.made is None:
             self.hooks.append(args[0])
@@ -201,7 +201,7 @@ class PendingLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Here autograd has been passed already, with a tensor that has no graph.
+        # Autograd has already passed here, with a tensor that has no graph.
         if torch.is_grad_enabled():
             raise SlideError(f"{function} reached logits that were never computed: detach them first, {HINT}")
         return function(*_numbers(args), **_numbers(kwargs or {}))
@@ -217,7 +217,7 @@ class _Handle:
 
 
 def _numbers(value: Any) -> Any:
-    """`value` with every pending tensor in it computed."""
+    """Return `value` with every pending tensor in it computed."""
     if isinstance(value, PendingLogits):
         return value.materialise()
     if isinstance(value, dict):
@@ -228,11 +228,11 @@ def _numbers(value: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The same tensor behind an autograd node of its own.
+# The same tensor after an autograd node of its own.
 
 
 class _Identity(torch.autograd.Function):
-    """No view: what a script does to a view in place leaves out the node of that view, with the hooks on it."""
+    """Returns its input without making a view: an in-place operation on a view skips the view's node and its hooks."""
 
     generate_vmap_rule = True
 
@@ -254,6 +254,6 @@ class _Identity(torch.autograd.Function):
 
 
 def identity(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` behind a node of its own, on the same memory and with the same version counter."""
+    """Return `tensor` after a node of its own, on the same memory and with the same version counter."""
     made: torch.Tensor = _Identity.apply(tensor)
     return made

@@ -1,7 +1,7 @@
-"""Rotary position embedding: the function that an attention's forward calls by name is exchanged for this object only.
+"""Rotary position embedding: one object gets its own version of the function that its forward calls by name.
 
-The forward of the class is copied with a globals dictionary in which `apply_rotary_pos_emb` is ours. Decorators around
-it are copied too, if each holds what it wraps in one closure cell; otherwise the attention stays as it is.
+The forward of the class is copied with a globals dictionary that has our `apply_rotary_pos_emb`. Decorators around it
+are copied too, if each holds the wrapped function in one closure cell. Otherwise the attention stays unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Rotary = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RotaryForm:
-    """How a rotary function is called. `partial`: the function takes cos and sin narrower than the heads and rotates
-    the first dimensions only."""
+    """How a rotary function is called. `partial`: it takes cos and sin that are narrower than the heads, and rotates
+    only the first dimensions."""
 
     partial: bool
 
@@ -35,7 +35,8 @@ class RotaryPatcher:
         self._forwards: dict[Forward, Forward | str] = {}
 
     def patch(self, module: nn.Module) -> ForwardPatch | str | None:
-        """The patch, a reason why a candidate stays as it is, or None where the forward knows no such function."""
+        """Return the patch, the reason why a candidate stays unchanged, or None where the forward calls no such
+        function."""
         class_forward = getattr(type(module), "forward", None)
         inner = _innermost(class_forward)
         if inner is None or NAME not in inner.__code__.co_names or NAME not in inner.__globals__:
@@ -63,7 +64,7 @@ def _with_kernel(forward: Any, inner: types.FunctionType, name: str) -> Forward 
     if isinstance(form, str):
         return form
     scope = {**inner.__globals__, NAME: kernel_rotary(original, form)}
-    # torch.compile looks the globals of a scope that has a name up in the module of that name: in the original there.
+    # torch.compile takes globals of a scope with a `__name__` from that module: it would find the original there.
     if "__name__" not in inner.__code__.co_names:
         del scope["__name__"]
     copied = _copy(inner, scope, inner.__closure__)
@@ -71,7 +72,7 @@ def _with_kernel(forward: Any, inner: types.FunctionType, name: str) -> Forward 
 
 
 def _rewrapped(function: Any, inner: types.FunctionType, copied: Forward, name: str) -> Forward | str:
-    """`function`, a chain of wrappers around `inner`, copied around `copied`."""
+    """Return a copy of `function`, a chain of wrappers around `inner`, that wraps `copied`."""
     if function is inner:
         return copied
     within = _rewrapped(function.__wrapped__, inner, copied, name)
@@ -108,7 +109,8 @@ def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> 
 
 
 def find_rotary_form(rotary: Rotary) -> RotaryForm | str:
-    """Whether `rotary(q, k, cos, sin)` is the rotate-half form, for whole heads or for their first part as well."""
+    """Return the form of `rotary(q, k, cos, sin)` if it rotates halves, of whole heads or also of their first part;
+    otherwise the reason."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> torch.Tensor:
@@ -117,7 +119,7 @@ def find_rotary_form(rotary: Rotary) -> RotaryForm | str:
     agree = []
     for width, batch in ((16, 1), (16, 2), (8, 1)):
         q, k = random(2, 4, 5, 16), random(2, 2, 5, 16)
-        # As the models make them: the two halves are the same angles.
+        # Models make them in this form: the two halves are the same angles.
         cos, sin = (random(batch, 5, width // 2).repeat(1, 1, 2) for _ in range(2))
         try:
             with torch.no_grad():
@@ -139,7 +141,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def kernel_rotary(original: Rotary, form: RotaryForm) -> Rotary:
-    """`original` with the kernel where it applies (see `_fits`); with every other argument the original runs."""
+    """Return `original` with the kernel where it applies (see `_fits`); for other arguments the original runs."""
     from ds_slide.kernels.rope.rotary import rope
 
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The rows that a head computes with where its weight is in host memory."""
+"""The weight rows for a head whose weight is in host memory."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ class HeadRows(WeightRows, Protocol):
 
     @property
     def version(self) -> int:
-        """Counts the weight's generations."""
+        """The number of the weight's present generation."""
 
 
 def rows_of(head: nn.Module) -> HeadRows | None:
-    """The rows of a streamed head; None where the head has its weight."""
+    """Return the rows of a streamed head; None where the head has its weight."""
     rows: HeadRows | None = head.__dict__.get(ROWS)
     return rows
 
 
 def weight_version(head: nn.Module) -> int:
-    """Another number after every change of the head's weight.
+    """Return a number that changes with every change of the head's weight.
 
-    Read past the module's own dictionary: ZeRO-3 gathers what is read there in a forward, a copy of the matrix, which
-    lay on the GPU until the backward had ended (1.6 GB of 14 B, an untied head in host memory)."""
+    The read bypasses the module's own dictionary: ZeRO-3 gathers a weight that is read there in a forward. That copy of
+    the matrix stayed on the GPU until the backward had ended (1.6 GB of 14 B, an untied head in host memory)."""
     if (rows := rows_of(head)) is not None:
         return rows.version
     own = dict.get(head._parameters, "weight")
-    weight = head.weight if own is None else own  # made from others by a parametrization
+    weight = head.weight if own is None else own  # a parametrization makes it from other parameters
     assert isinstance(weight, torch.Tensor)
     return weight._version
 
 
 def streamed_logits(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """`hidden` [..., h] times the head's streamed weight: [..., v], with gradients."""
+    """Return `hidden` [..., h] times the head's streamed weight: [..., v], with gradients."""
     rows = rows_of(head)
     assert rows is not None
     from ds_slide.kernels.loss.streamed_linear import streamed_linear
@@ -50,7 +50,7 @@ def streamed_logits(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def in_dtype_of(rows: HeadRows, hidden: torch.Tensor) -> torch.Tensor:
-    """`hidden` as autocast wants it. Raises SlideError where that is not the weight's data type."""
+    """Return `hidden` in autocast's data type. Raises SlideError where that is not the weight's data type."""
     device = hidden.device.type
     wanted = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     if wanted != rows.dtype:

@@ -1,11 +1,11 @@
-"""What a run takes in every tier: one list, and the only count of these bytes.
+"""The bytes that a run takes in every tier: one list, and the only count of them.
 
-It is made from the sizes of the units, the storage settings and a placement. The placement compares the sums of
-several, the budgets are checked against the sums of the last one, the builder asks for its entries by name and takes
-their bytes from them (`ds_slide.runtime.core.allocator`), and reports are sums of it.
+The list is made from the sizes of the units, the storage settings and a placement. The search for a placement compares
+the sums of several lists, and the budgets are checked against the sums of the last one. The builder asks for entries by
+name and takes their bytes from them (`ds_slide.runtime.core.allocator`). Reports are sums of the list.
 
-Not in it is what does not grow with the parameters (a norm and a few counters for each unit), what is freed again while
-states are placed, and activations, which are the model's own.
+The list leaves out bytes that do not grow with the parameters (a norm and a few counters for each unit) and bytes that
+are freed again while states are placed. It leaves out activations, too, which are the model's own.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Why = Literal[
 ]
 
 STAGINGS = 2
-"""GPU buffers for gradients: one that is packed while the other is copied down."""
+"""GPU buffers for gradients: one is packed while the other is copied down."""
 ROW_BUFFERS = 2
-"""Of an outer module whose rows pass through the GPU: for its weight, and for its gradient."""
+"""GPU buffers for the weight of an outer module whose rows pass through the GPU; its gradient has the same number."""
 UNDO_RUN = 1 << 23
-"""Elements: 2 ms of 16 cores, for which what the next forward needs may have to wait."""
+"""Elements of one run: 2 ms of 16 cores. An update that the next forward needs may have to wait for one run."""
 MOST_CHUNK_BUFFERS = 16
 EXTRA_WEIGHT_BUFFERS = 4
-"""Beside one for each slot: read ahead, under update, being written."""
+"""Buffers beside one for each slot: read ahead, under update, being written."""
 PIECES = 2
-"""Of gradients: one that is copied down while another is added."""
+"""Buffers for pieces of gradients: one is copied down while another is added."""
 PIECE_BYTES = 16 << 20
-"""0.3 ms of transfer: what a copy costs beside that does not show."""
+"""0.3 ms of transfer: beside that, the fixed cost of a copy does not show."""
 
-# Names of the entries that are no unit's own.
+# Names of the entries that belong to no single unit.
 SLOTS = "slots of the window"
 STAGED = "gradients being packed"
 STAGED_PARTS = "this rank's part of gradients being packed"
@@ -71,13 +71,13 @@ class Allocation:
     """`nbytes` of a tier, in `count` pieces of one size."""
 
     what: str
-    """Its name, of which there is one in a plan."""
+    """Its name, which is unique in a plan."""
     tier: Tier
     nbytes: int
     why: Why
     count: int = 1
     page_locked: bool = False
-    """The GPU copies from or to it."""
+    """Whether it is page-locked, because the GPU copies from or to it."""
 
     @property
     def piece(self) -> int:
@@ -96,7 +96,7 @@ def projectors_of(unit: str) -> str:
 
 
 def promoted_buffer_of(unit: str, state_buffer: str) -> str:
-    """The name of the same on the GPU, of a unit that is there for now."""
+    """The name of a promoted unit's state buffer on the GPU."""
     return f"{state_buffer} of {unit} on the GPU"
 
 
@@ -106,23 +106,23 @@ def undo_log_of(unit: str) -> str:
 
 
 def undo_bytes(unit: UnitSize, needs: Needs) -> int:
-    """Of a unit's undo log. With several ranks the new weights wait in it: the others read the old ones."""
+    """Bytes of a unit's undo log. With several ranks the new weights wait in it: the others read the old ones."""
     return undo_log_bytes(unit.weight_bytes, unit.specs, undo_runs(unit.codec), keeps_weight=needs.world_size > 1)
 
 
 def spare_buffer_of(unit: str, state_buffer: str) -> str:
-    """The name of a second one, for the new numbers of an update out of place."""
+    """The name of a second state buffer, for the new numbers of an update out of place."""
     return f"spare {state_buffer} of {unit}"
 
 
 def can_have_spare(unit: UnitSize, needs: Needs) -> bool:
-    """Whether updates of the unit may be out of place: where they write all of its state buffers, which nobody else has
+    """Whether updates of the unit may be out of place: they write all of its state buffers, and no other rank has these
     mapped."""
     return needs.world_size == 1 and unit.layout.local_numel == unit.codec.numel and can_be_out_of_place(unit.specs)
 
 
 def spare_bytes(unit: UnitSize) -> int:
-    """Of a unit's spare state buffers."""
+    """Bytes of a unit's spare state buffers."""
     return unit.share + unit.state_bytes
 
 
@@ -146,12 +146,12 @@ def rows_of(unit: str) -> str:
 
 
 def row_gradients_of(unit: str) -> str:
-    """The name of those through which the gradients of these rows pass."""
+    """The name of the GPU buffers through which the gradients of these rows pass."""
     return f"gradients of rows of {unit}"
 
 
 def total(allocations: Iterable[Allocation], tier: Tier, *why: Why) -> int:
-    """Bytes in `tier`: all, or those of the kinds `why`."""
+    """Return the bytes in `tier`: all, or only the kinds `why`."""
     return sum(each.nbytes for each in allocations if each.tier == tier and (not why or each.why in why))
 
 
@@ -173,8 +173,9 @@ def of_unit(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> l
 
 
 def of_promoted(unit: UnitSize, needs: Needs) -> list[Allocation]:
-    """What a unit takes on the GPU for as long as its states are there, beside all that it has elsewhere: the place
-    that it goes back to, where nothing has to be had then. One rank's weights are the ones that modules read."""
+    """What a promoted unit takes on the GPU. Its home keeps its memory, so that going back needs none.
+
+    With one rank the weights are the ones that modules read."""
 
     def state_buffer(name: str, nbytes: int, why: Why = "states") -> Allocation:
         return Allocation(promoted_buffer_of(unit.name, name), "gpu", nbytes, why)
@@ -190,8 +191,8 @@ def of_promoted(unit: UnitSize, needs: Needs) -> list[Allocation]:
 
 
 def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> Iterator[Allocation]:
-    """Weight, optimizer state buffers and held gradient, each where it is. Of those in host memory the GPU copies
-    weights and gradients, and the update alone reads the others."""
+    """Weight, optimizer state buffers and held gradient, each in its tier. In host memory the GPU copies weights and
+    gradients; only the update reads the optimizer states."""
 
     def tier(on_ssd: frozenset[int]) -> Tier:
         return "gpu" if index in placement.on_gpu else "ssd" if index in on_ssd else "host"
@@ -200,6 +201,7 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
         locked = copied and where == "host" and needs.page_locks
         return Allocation(state_buffer_of(unit.name, name), where, nbytes, why, page_locked=locked)
 
+    # Weights first: with compressed gradients they are on the GPU, and only their changes are in host memory.
     if unit.codec.compresses:
         made = [*_masters_on_gpu(unit, needs), state_buffer("change", "host", unit.written_bytes, copied=True)]
     else:
@@ -213,6 +215,7 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
     elif where == "gpu":
         made.append(state_buffer("gradient", where, unit.codec.nbytes, "held gradients"))
     yield from made
+    # Ways back for speculative updates, and the padding of whole pages on SSD.
     if index in placement.undo_logs:
         yield Allocation(undo_log_of(unit.name), "host", undo_bytes(unit, needs), "undo logs")
     if index in placement.spare_states:
@@ -231,8 +234,8 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
 
 
 def _masters_on_gpu(unit: UnitSize, needs: Needs) -> Iterator[Allocation]:
-    """Of a unit whose gradients are compressed: the weights of all ranks, where each of these updates them, and what
-    this needs there."""
+    """What a unit whose gradients are compressed takes on the GPU: the weights of all ranks, which each rank updates,
+    and what this update needs."""
     whole = unit.layout.slot_numel * unit.weight_bytes
     yield Allocation(state_buffer_of(unit.name, "weight"), "gpu", whole, "states")
     if unit.low_bytes and not needs.rounds_masters:
@@ -241,7 +244,7 @@ def _masters_on_gpu(unit: UnitSize, needs: Needs) -> Iterator[Allocation]:
 
 
 def _extent_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> int:
-    """Of the unit's places in the state file."""
+    """Bytes of the unit's places in the state file."""
     assert needs.ssd is not None
     return unit_extents(
         0,
@@ -254,9 +257,11 @@ def _extent_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement
 
 
 def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> Iterator[Allocation]:
-    """Weights on the GPU all the time: of a unit that is updated there (the weights' state buffer itself, for one
-    rank), of an outer module or a part of a block (with room for this rank's part where they are gathered), or of an
-    outer module's rows."""
+    """Weights that are on the GPU all the time.
+
+    A unit that is updated there has them; with one rank they are the state buffer itself. An outer module or a part of
+    a block has them, with room for this rank's part where they are gathered. Rows of an outer module have buffers.
+    """
     whole = unit.layout.slot_numel * unit.weight_bytes
     if index in placement.on_gpu:
         if needs.world_size > 1:
@@ -272,7 +277,7 @@ def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placem
 
 
 def is_gathered(index: int, needs: Needs, placement: Placement) -> bool:
-    """Whether the unit's weights come together on the GPU by a collective: not those that all ranks can read."""
+    """Whether a collective gathers the unit's weights on the GPU: not where all ranks can read them."""
     if needs.world_size == 1:
         return False
     return not needs.shares_weights or index in placement.on_gpu | placement.promoted | placement.weights_on_ssd
@@ -285,8 +290,8 @@ def streamed(units: Sequence[UnitSize], placement: Placement) -> dict[int, UnitS
 
 
 def slot_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> int:
-    """Of one slot of the window: the largest block, and room for this rank's part where blocks are gathered. Promoted
-    blocks come back."""
+    """Bytes of one slot of the window: the largest block, and room for this rank's part where blocks are gathered.
+    Promoted blocks count, because they come back."""
     blocks, placement = streamed(units, placement.home), placement.home
     gathered = (unit.share for index, unit in blocks.items() if is_gathered(index, needs, placement))
     whole = max((unit.layout.slot_numel * unit.weight_bytes for unit in blocks.values()), default=0)
@@ -294,10 +299,10 @@ def slot_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) ->
 
 
 def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:
-    """Through what weights come to the GPU, and gradients leave it.
+    """GPU buffers through which weights arrive and gradients leave.
 
-    A block's gradients are packed; with several ranks those of all units are, whole and once more this rank's part.
-    Where ranks share weights, the parts of a block meet in a buffer of the lane; where they gather them, in another.
+    A block's gradients are packed. With several ranks the gradients of all units are, whole and once more this rank's
+    part. Where ranks share weights, the parts of a block meet in a buffer of the lane; where they gather, in another.
     """
     blocks, ranks = streamed(units, placement), needs.world_size
     slots = min(placement.window, len(blocks))
@@ -320,15 +325,16 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
 
 
 def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:
-    """Host buffers through which gradients pass on their way into an update, a sum or a file. Blocks and their parts
-    share a ring. Outer modules, a few and each larger than many blocks, have one buffer between them. Where gradients
-    are held as they come down there is neither, until a script runs a second backward before the step, which nothing
-    announces: its gradients pass in pieces."""
+    """Host buffers through which gradients pass on their way into an update, a sum or a file.
+
+    Blocks and their parts share a ring. Outer modules share one buffer: they are few, and each is larger than many
+    blocks. Where gradients are held as they come down there is neither. A second backward before the step is announced
+    by nothing, and so its gradients pass in pieces."""
     passing = [unit for index, unit in enumerate(units) if index not in placement.on_gpu]
     block = max((unit.codec.nbytes for unit in passing if not unit.is_outer), default=0)
     outer_unit = max((unit.codec.nbytes for unit in passing if unit.is_outer), default=0)
     buffers, in_pieces = placement.ring or needs.ring, 0 if needs.ring else max(block, outer_unit)
-    if placement.gradients_on_ssd:  # those that go on to SSD are written from where they have arrived
+    if placement.gradients_on_ssd:  # a gradient that goes on to SSD is written from the buffer it arrived in
         block, buffers, in_pieces = whole_pages(block), buffers or needs.ring_to_ssd, 0 if needs.ring else outer_unit
     yield _ring(BLOCK_RING, buffers if block else 0, block, needs)
     yield _ring(OUTER_RING, 1 if needs.ring and outer_unit else 0, outer_unit, needs)
@@ -342,8 +348,8 @@ def _ring(what: str, buffers: int, nbytes: int, needs: Needs) -> Allocation:
 def _before_ssd(
     units: Sequence[UnitSize], needs: Needs, ssd: SsdNeeds, placement: Placement, nbytes: int
 ) -> Iterator[Allocation]:
-    """Host buffers through which states pass on their way between SSD (`nbytes` there) and update or GPU, and the sums
-    of what is there. The GPU copies from those of weights."""
+    """Host buffers through which states pass between SSD (`nbytes` there) and update or GPU, and the checksums of what
+    is on SSD. The GPU copies from the weight buffers."""
     on_ssd = [units[index] for index in sorted(placement.chunks_on_ssd)]
     numel = ssd.chunk_numel
     chunk = max((chunk_bytes(unit.specs, min(numel, unit.codec.numel)) for unit in on_ssd), default=0)
@@ -352,7 +358,7 @@ def _before_ssd(
     yield Allocation(CHUNK_BUFFERS, "host", buffers * chunk, "states on their way", buffers)
     weights = [units[index] for index in placement.weights_on_ssd]
     weight = max((whole_pages(unit.share) for unit in weights), default=0)
-    # Of the slots that hide a fetch: those beyond them are a cache, and read nothing ahead.
+    # Only slots that hide a fetch have a buffer: the others are a cache, and read nothing ahead.
     wanted = needs.window + EXTRA_WEIGHT_BUFFERS if ssd.weight_buffers is None else ssd.weight_buffers
     buffers = min(wanted, len(weights))
     yield Allocation(WEIGHT_BUFFERS, "host", buffers * weight, "states on their way", buffers, needs.page_locks)

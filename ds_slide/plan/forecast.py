@@ -1,4 +1,6 @@
-"""What a run will take and how long its steps will be: the plan's bytes, the trace's, and what neither has."""
+"""How much memory a run will take, and how long its steps will be.
+
+It adds up the plan's bytes, the trace's, and what neither of them counts."""
 
 from __future__ import annotations
 
@@ -15,32 +17,33 @@ from ds_slide.plan.trace import StepTrace
 from ds_slide.report.log import size
 
 CONTEXT_BYTES = 900 << 20
-"""Of the GPU: the CUDA context and kernels (0.90 GB of what the device had in use on an H200 beyond torch's allocator,
+"""GPU bytes of the CUDA context and kernels (an H200 had 0.90 GB in use beyond torch's allocator,
 benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl)."""
 WORKSPACE_BYTES = 64 << 20
-"""Of the GPU, by torch's allocator: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 or H200."""
+"""GPU bytes in torch's allocator: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 or H200."""
 PROCESS_BYTES = 1285 << 20
-"""Of host memory, where `ds-slide doctor` has not measured it: Python, torch, transformers, DeepSpeed and the CUDA
-driver after a step of training without an engine. With ENGINE_BYTES it is 1.531 GB: runs with all states on an H200
+"""Host bytes, where `ds-slide doctor` has not measured them: Python, torch, transformers, DeepSpeed and the CUDA
+driver after a step of training without an engine. With ENGINE_BYTES they are 1.531 GB: runs with all states on an H200
 took 1.537 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md, whose machine measured none)."""
 ENGINE_BYTES = 175 << 20
-"""Of host memory: what an engine adds that neither grows with the model nor is in the plan's list: threads, compiled
+"""Host bytes that an engine adds and that neither grow with the model nor are in the plan's list: threads, compiled
 kernels, streams. Beside what `ds-slide doctor` had measured of a process, 1.53 GB, ten runs on an H100 took 0.14 to
 0.24 GB (benchmarks/results/2026-11-25_nvidia-h100_forecast.md)."""
 PYTHON_BYTES = 445 << 20
-"""As PROCESS_BYTES, where the accelerator is the host and no CUDA is loaded: what `ds-slide doctor` measured with torch
+"""PROCESS_BYTES where the accelerator is the host and no CUDA is loaded: what `ds-slide doctor` measured with torch
 2.13 and transformers 5.23 (0.467 GB; 0.50 with scipy beside them, and 0.54 with transformers 5.17 and scikit-learn)."""
 PYTHON_ENGINE_BYTES = 75 << 20
-"""As ENGINE_BYTES, there: with it the host peaks of `benchmarks/step.py --model tiny` are forecast within 0.5 % for 2 x
-128 tokens beside each of those three, and one of 0.5 G parameters, of 8.9 GB, within 1.5 %."""
+"""ENGINE_BYTES there: with it host peaks of `benchmarks/step.py --model tiny` are forecast within 0.5 % for 2 x
+128 tokens beside each of these three. The peak with 0.5 G parameters, 8.9 GB, is forecast within 1.5 %."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory for the ranks of one machine, in bytes. `gpu`: of each rank's, None where the host is the accelerator.
-    `host`, `ssd`: of all ranks together; `ssd` None: not limited. `process_bytes`: what was measured of
-    a process before it has an engine, None for what it took elsewhere. `context_bytes`: of the GPU, which no allocator
-    gives out; 0 where `gpu` is a limit of torch's allocator, which leaves them out."""
+    """Memory for the ranks of one machine, in bytes.
+
+    `gpu`: for each rank, None where the host is the accelerator. `host`, `ssd`: for all ranks together; `ssd` None: not
+    limited. `process_bytes`: measured in a process before it has an engine; None takes the constants above.
+    `context_bytes`: GPU bytes that no allocator gives out; 0 where `gpu` is a limit of torch's allocator."""
 
     gpu: int | None
     host: int
@@ -68,9 +71,11 @@ class Room:
 
 @dataclass(frozen=True)
 class Activations:
-    """`checkpointed`: blocks that the engine recomputes where memory is short. `kept`: those of them that it does not
-    recompute, or in part, with `kept_bytes`. `moved`: those whose inputs wait elsewhere, with `moved_bytes`; `on_ssd`:
-    those of them that have gone on to SSD, with `on_ssd_bytes`, through `buffer_bytes` of host memory."""
+    """What becomes of blocks' activations.
+
+    `checkpointed`: blocks that the engine recomputes where memory is short. `kept`: the ones among them that it does
+    not recompute, or only in part, with `kept_bytes`. `moved`: blocks whose inputs wait elsewhere, with `moved_bytes`.
+    `on_ssd`: moved blocks whose inputs are on SSD, with `on_ssd_bytes`, through `buffer_bytes` of host memory."""
 
     checkpointed: frozenset[int] = frozenset()
     kept: Kept = field(default_factory=Kept)
@@ -83,14 +88,14 @@ class Activations:
 
     @property
     def host_bytes(self) -> int:
-        """Of inputs, and of buffers for them."""
+        """Host bytes of inputs, and of the buffers for inputs on SSD."""
         return self.moved_bytes - self.on_ssd_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one run, with `batch` sequences of `seq` tokens in each of `micro_batches` on each rank. What the engine has
-    decided after its first steps is in the plan's promoted units, and in `activations`."""
+    """The forecast of one run, with `batch` sequences of `seq` tokens in each of `micro_batches` on each rank. The
+    engine's decisions after its first steps are the plan's promoted units, and `activations`."""
 
     plan: Plan
     trace: StepTrace
@@ -104,13 +109,13 @@ class Forecast:
     micro_batches: int
     activations: Activations = Activations()
     first: Forecast | None = None
-    """Of the first steps; None: these are they."""
+    """The forecast of the first steps; None: this is it."""
     gpu_peak_between: int = 0
     """Bytes of the plan, activations and gradients in steps between the first decision and the last one."""
 
     @property
     def gpu(self) -> dict[str, int]:
-        """Bytes of one GPU, by what they are for."""
+        """Bytes of one GPU, by their purpose."""
         entries = {"placed by the plan": self.plan.gpu_bytes, "activations and gradients": self.trace.peak_bytes}
         if self.room.gpu is None:
             return entries
@@ -124,13 +129,13 @@ class Forecast:
 
     @property
     def gpu_peak_allocated(self) -> int:
-        """What torch's allocator has given out at most."""
+        """The most bytes that torch's allocator gives out."""
         workspace = 0 if self.room.gpu is None else WORKSPACE_BYTES
         return max(self.plan.gpu_bytes + self.trace.peak_bytes, self.gpu_peak_between) + workspace
 
     @property
     def host(self) -> dict[str, int]:
-        """Bytes of host memory on one machine, by what they are for."""
+        """Bytes of host memory on one machine, by their purpose."""
         ranks, logs, spare = self.room.ranks, self.plan.undo_log_bytes, self.plan.spare_state_bytes
         entries = {
             "placed by the plan": ranks * (self.plan.host_bytes - logs - spare),
@@ -138,7 +143,7 @@ class Forecast:
             "spare states": ranks * spare,
             "processes": ranks * self.room.process,
         }
-        # What the first steps have taken for inputs stays, however many of them move later.
+        # The first steps' memory for inputs is not given back, even where fewer inputs move later.
         taken = max(each.activations.host_bytes for each in (self, self.first) if each is not None)
         if taken:
             entries["inputs of blocks"] = ranks * taken
@@ -147,15 +152,15 @@ class Forecast:
         return entries
 
     def host_peak(self, schedule: Schedule) -> int:
-        """What is in use of it: undo logs and spare states are, page by page, where updates are done ahead, and what is
-        page-locked from the start."""
+        """Bytes of `host` in use at most. Undo logs and spare states are touched page by page, by speculative updates
+        only, but page-locked ones are in use from the start."""
         ways_back = [each for each in self.plan.allocations if each.why in ("undo logs", "spare states")]
         untouched = self.room.ranks * sum(each.nbytes for each in ways_back if not each.page_locked)
         return sum(self.host.values()) - (0 if schedule == "speculative" else untouched)
 
     @property
     def ssd(self) -> dict[str, int]:
-        """Bytes on SSD of one machine, by what they are for."""
+        """Bytes on SSD of one machine, by their purpose."""
         entries = {"states": self.room.ranks * total(self.plan.allocations, "ssd")}
         if self.activations.on_ssd:
             entries["inputs of blocks"] = self.room.ranks * self.activations.on_ssd_bytes
@@ -163,7 +168,7 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens a second of all ranks."""
         return self.room.ranks * self.batch * self.seq * self.micro_batches / self.time.step_s
 
     @property

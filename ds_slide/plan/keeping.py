@@ -1,7 +1,7 @@
 """What blocks keep on the GPU between forward and backward: all that they save, some results, or nothing.
 
-Pure functions. What may be kept is one list of steps, each of which a block keeps more by than before, in the order of
-the seconds that a byte saves.
+Pure functions. One list of steps says what may be kept. After each step one block keeps more than before. The list is
+sorted by the seconds that a byte saves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ds_slide.plan.mixtures import Mixture
 
 @dataclass(frozen=True)
 class Keepable:
-    """A block whose activations may be kept. `seconds`: of its recomputation. `mixtures`: between nothing and all.
-    `mixing_s`: that it takes to keep any of them, as far as that is known."""
+    """A block whose activations may be kept. `seconds`: length of its recomputation. `mixtures`: choices between
+    nothing and all. `mixing_s`: seconds that keeping any mixture costs, as far as known."""
 
     order: int
     nbytes: int
@@ -31,38 +31,38 @@ class Keepable:
 
 @dataclass(frozen=True)
 class Kept:
-    """`whole`: blocks that keep all that they save. `mixed`: those that keep some results."""
+    """`whole`: blocks that keep all that they save. `mixed`: blocks that keep some results."""
 
     whole: frozenset[int] = frozenset()
     mixed: Mapping[int, Mixture] = field(default_factory=dict)
 
     def of(self, orders: Collection[int]) -> Kept:
-        """Only these blocks."""
+        """Return a copy with only these blocks."""
         mixed = {order: mixture for order, mixture in self.mixed.items() if order in orders}
         return Kept(self.whole & frozenset(orders), mixed)
 
     def nbytes(self, blocks: Iterable[Keepable]) -> int:
-        """What it takes of the GPU."""
+        """Return the bytes that it takes on the GPU."""
         mixed = sum(mixture.nbytes for mixture in self.mixed.values())
         return mixed + sum(each.nbytes for each in blocks if each.order in self.whole)
 
     def seconds(self, blocks: Collection[Keepable]) -> float:
-        """What it saves of the recomputations."""
+        """Return the seconds of recomputation that it saves."""
         whole = sum(each.seconds for each in blocks if each.order in self.whole)
         return whole + sum(each.saved_by(self.mixed[each.order]) for each in blocks if each.order in self.mixed)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A block keeps `nbytes` more, and its recomputation takes `seconds` less. `level`: how many steps of the block lie
-    before. `to`: what it keeps then, None: all."""
+    """A block keeps `nbytes` more, and its recomputation takes `seconds` less. `level`: number of earlier steps of the
+    block. `to`: what it keeps then, None: all."""
 
     order: int
     level: int
     nbytes: int
     seconds: float
     value: float
-    """Seconds for a byte."""
+    """Seconds saved for each byte."""
     to: Mixture | None
 
 
@@ -75,17 +75,18 @@ class _Target:
     to: Mixture | None
 
     def value_of(self, other: _Target) -> float:
-        """Seconds for each byte more."""
+        """Return the seconds saved for each byte that `other` takes more."""
         return (other.seconds - self.seconds) / max(other.nbytes - self.nbytes, 1)
 
 
 def kept_within(room: float, blocks: Collection[Keepable], *, first: bool = False) -> Kept:
-    """What is kept in `room` bytes: never less time saved than where each block is kept as a whole or not at all, nor
-    than in less room. `first`: of equal blocks the first, and not the last ones, whose tensors backward frees first.
+    """Return what to keep in `room` bytes. It saves no less time than keeping each block as a whole or not at all, and
+    no less than in less room. `first`: equal blocks are kept from the first one on; otherwise from the last one on,
+    whose tensors backward frees first.
 
-    It is for updates in two passes, of which the second one precedes backward from block to block: blocks at the end
-    that are not recomputed wait for it, those at the beginning no more (14 B on 140 GB: 27 mixed blocks save 0.29 s of
-    a predicted backward there, and 0.15 s at the end)."""
+    `first` is for updates in two passes. The second pass precedes backward from block to block. Last blocks that are
+    not recomputed wait for it, first ones do not any more (14 B on 140 GB: 27 mixed blocks save 0.29 s of a predicted
+    backward at the beginning, and 0.15 s at the end)."""
     if sum(each.nbytes for each in blocks) <= room:
         return Kept(frozenset(each.order for each in blocks))
     alone = _taken(room, _steps(blocks, mixed=False, first=first))
@@ -95,7 +96,8 @@ def kept_within(room: float, blocks: Collection[Keepable], *, first: bool = Fals
 
 @dataclass(frozen=True)
 class Filling:
-    """How far spare memory is filled with activations: so many blocks as a whole, and so many with some results."""
+    """How far activations fill spare memory. `whole`: number of blocks kept as a whole. `mixed`: number of blocks that
+    keep some results."""
 
     nbytes: int
     seconds: float
@@ -104,7 +106,7 @@ class Filling:
 
 
 def fillings(blocks: Collection[Keepable]) -> list[Filling]:
-    """All of them that come about when steps are taken in their order, the smallest first."""
+    """Return all fillings that come about when steps are applied in order, the smallest first."""
     found = {Filling(0, 0.0, 0, 0)}
     for mixed in (False, True):
         levels: dict[int, int] = {}
@@ -118,15 +120,15 @@ def fillings(blocks: Collection[Keepable]) -> list[Filling]:
 
 
 def _steps(blocks: Iterable[Keepable], *, mixed: bool, first: bool = False) -> list[_Step]:
-    """The most seconds for a byte first; of equal ones the last block, or the first one."""
+    """Return the steps, the most seconds for a byte first. Equal steps begin with the last block, or the first one."""
     steps = [step for block in blocks for step in _steps_of(block, block.mixtures if mixed else ())]
     return sorted(steps, key=lambda step: (-step.value, step.order if first else -step.order, step.level))
 
 
 def _steps_of(block: Keepable, mixtures: Iterable[Mixture]) -> Iterator[_Step]:
     mixed = [_Target(each.nbytes, saves, each) for each in mixtures if (saves := block.saved_by(each)) > 0]
-    # A target that is worth less than what comes behind it is passed over: one step there is worth more. What mixing
-    # takes is due at the first mixture, and comes back where the block is kept as a whole.
+    # A target that is worth less than the next one is skipped: one step to the next one is worth more. The cost of
+    # mixing is due at the first mixture, and comes back where the block is kept as a whole.
     targets = [_Target(0, 0.0, None)]
     for target in (*mixed, _Target(block.nbytes, block.seconds, None)):
         while len(targets) > 1 and targets[-2].value_of(targets[-1]) < targets[-1].value_of(target):
@@ -138,7 +140,7 @@ def _steps_of(block: Keepable, mixtures: Iterable[Mixture]) -> Iterator[_Step]:
 
 
 def _taken(room: float, steps: Iterable[_Step]) -> Kept:
-    """After those that fit. A block of which one does not goes no further."""
+    """Apply steps in order while they fit. A block stops at its first step that does not."""
     last: dict[int, _Step] = {}
     for step in steps:
         before = last.get(step.order)

@@ -1,8 +1,7 @@
 """Which unit's states live where, and what that takes: checked against the budgets before memory is taken.
 
-GPU memory for states goes first to the outer modules (their update is the one thing that nothing hides: the
-vocabulary's gradient is final last and its weights are needed first), then to the first blocks, whose
-updates are due first.
+GPU memory for states goes first to the outer modules. Only their update is hidden by nothing: the vocabulary's gradient
+is final last and its weights are needed first. Then it goes to the first blocks, whose updates are due first.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from ds_slide.report.log import size
 # 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
 # two; activations, which DS-Slide does not place yet, need the rest.
 AUTO_GPU_STATE_SHARE = 0.05
-# Where host memory has no place for the rest: then the run has the states there, or does not begin.
+# Share where host memory has no place for the rest: the run has these states on the GPU, or does not begin.
 SHORT_HOST_SHARE = 0.6
-# For slots beyond those that hide a fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model, 2.4 GB on a 24 GB
-# card 15 of the 36 blocks of a 3 B model.
+# Share for slots that hide no fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model. On a 24 GB card 2.4 GB hold
+# 15 of the 36 blocks of a 3 B model.
 AUTO_WINDOW_SHARE = 0.10
-# Of the host memory that everything else leaves, for undo logs and spare state buffers, or for more buffers for
-# gradients; of what is free later, for inputs of blocks.
+# Share of the remaining host memory for undo logs and spare state buffers, or for more gradient buffers. Inputs of
+# blocks may take the same share of what is free later.
 SPARE_HOST_SHARE = 0.5
-# Buffers for each block whose update begins as its gradient arrives: one for three blocks. Updates that take as long as
-# forward and backward together, half as long again as the backward, have a third of the gradients wait when it ends.
-# With 4 buffers for 26 blocks, of which 11 would have waited, 3 B took 0.70 s a step where the GPU computed for 0.57
+# Buffers for each block whose update begins as its gradient arrives: one for three blocks. Where updates take as long
+# as forward and backward together, which is 1.5 backwards, a third of the gradients wait when the backward ends. With
+# 4 buffers for 26 blocks (11 would have waited) 3 B took 0.70 s a step where the GPU computed for 0.57
 # (benchmarks/results/2026-11-25_nvidia-h100_held-out.jsonl).
 RING_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Bytes that other engines of this process hold: the limits are for all of them together."""
+    """Bytes that other engines of this process hold: the limits are for all engines together."""
 
     gpu: int = 0
     gpu_states: int = 0
@@ -64,8 +63,8 @@ NOTHING_TAKEN = Taken()
 
 @dataclass(frozen=True)
 class Budgets:
-    """Budgets in bytes. `gpu_states`: None means automatic. `gpu_is_own`: not a part of host memory. `taken` is a part
-    of what is configured (`gpu_memory`, `host_memory`, `gpu_states`), and no part of what is free."""
+    """Budgets in bytes. `gpu_states`: None means automatic. `gpu_is_own`: GPU memory is not a part of host memory.
+    `taken` is included in the configured figures (`gpu_memory`, `host_memory`, `gpu_states`), not in the free ones."""
 
     gpu_total: int
     gpu_free: int
@@ -105,7 +104,7 @@ class Plan:
     placement: Placement
     allocations: tuple[Allocation, ...]
     gpu_states_used: int
-    """What is used of `ds_slide.gpu_states`: bytes more on the GPU than if no unit was updated there."""
+    """Bytes of `ds_slide.gpu_states` in use: what the GPU holds more than if no unit was updated there."""
 
     @classmethod
     def of(cls, units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Plan:
@@ -113,17 +112,17 @@ class Plan:
         return cls(tuple(units), needs, placement, make_allocations(units, needs, placement), used)
 
     def with_promoted(self, promoted: frozenset[int], window: int) -> Plan:
-        """With these units on the GPU for now, and so many slots at most."""
+        """Return a copy with the units `promoted` to the GPU and at most `window` slots."""
         return Plan.of(self.units, self.needs, replace(self.placement, promoted=promoted, window=window))
 
     def with_held_gradients(self) -> Plan:
-        """Return the plan in which gradients that went straight to their update wait for the step in host memory, each
-        in the data type in which it comes down."""
+        """Return a copy that holds gradients in host memory until the step, where they went straight to their update.
+        Each keeps the data type of its copy down."""
         units = [replace(unit, held_bytes=unit.codec.dtype.itemsize) for unit in self.units]
         return Plan.of(units, replace(self.needs, held_bytes=2), self.placement)
 
     def entry(self, what: str) -> Allocation:
-        """By its name."""
+        """Return the entry named `what`."""
         return next(each for each in self.allocations if each.what == what)
 
     @property
@@ -141,7 +140,7 @@ class Plan:
 
     @property
     def host_reserved_bytes(self) -> int:
-        """Bytes of states and held gradients that nobody uses while their units are on the GPU."""
+        """Host bytes of promoted units' states and held gradients, unused while the units are on the GPU."""
         promoted = (of_unit(self.units[index], index, self.needs, self.placement) for index in self.placement.promoted)
         return sum(total(entries, "host") for entries in promoted)
 
@@ -201,13 +200,13 @@ class Plan:
 
 
 def gpu_cost(unit: UnitSize, needs: Needs) -> int:
-    """Bytes more on the GPU when the unit's states (and its held gradient) move there."""
+    """Return how many more bytes the GPU holds when the unit's states (and its held gradient) move there."""
     there, not_there = of_unit(unit, 0, needs, Placement(frozenset((0,)))), of_unit(unit, 0, needs, Placement())
     return total(there, "gpu") - total(not_there, "gpu")
 
 
 def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
-    """Place the units. Raises SlideError when a budget does not suffice, with what would."""
+    """Place the units. Raises SlideError when a budget does not suffice, and says what would."""
     if needs.rounds_masters != "auto":
         return _plan(units, needs, budgets)
     try:
@@ -221,20 +220,21 @@ def _plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
     on_gpu = _updated_on_gpu(units, needs, budgets)
     placement = _placed(units, needs, budgets, on_gpu)
     while budgets.gpu_states is None and on_gpu and _gpu_bytes(units, needs, placement) > budgets.gpu_limit:
-        # Weights that several ranks gather need a buffer more. Nobody has asked for a unit to be updated there.
+        # Weights that several ranks gather need one more buffer. No user has asked for these units to be updated there.
         placement = _placed(units, needs, budgets, on_gpu := on_gpu[:-1])
     placement = replace(placement, window=_window(units, needs, placement, budgets))
     plan = Plan.of(units, needs, placement)
     _check(plan, budgets, needs)
-    # No plan has both: gradients of updates that may begin before the norm is known are held, and pass no buffer.
+    # No plan has both ways back and a larger ring: gradients of speculative updates are held, and pass no buffer.
     with_spare_host = replace(_ways_back(plan, budgets, needs), ring=_ring(plan, budgets, needs))
     return Plan.of(units, needs, with_spare_host) if with_spare_host != placement else plan
 
 
 def _ways_back(plan: Plan, budgets: Budgets, needs: Needs) -> Placement:
-    """With undo logs and spare state buffers of blocks in host memory, from the last one on, whose gradients arrive
-    first, as far as the memory reaches that `plan` leaves. As many logs as there can be, which are short, and then
-    spare state buffers in their place: what is not updated ahead at all costs more than the log."""
+    """Return the placement with undo logs and spare state buffers of blocks, within the host memory that `plan` leaves.
+
+    They begin at the last block, whose gradient arrives first. The short undo logs come first, and spare state buffers
+    then replace some: a block without a speculative update costs more than a log does."""
     if not needs.speculates:
         return plan.placement
     left = _spare_host(plan, budgets)
@@ -257,13 +257,13 @@ def _ways_back(plan: Plan, budgets: Budgets, needs: Needs) -> Placement:
 
 
 def _spare_host(plan: Plan, budgets: Budgets) -> int:
-    """Bytes of host memory that `plan` leaves, and that may be taken for speed."""
+    """Return the bytes of host memory that `plan` leaves and that may be taken for speed."""
     return int((int(budgets.host_free * USABLE_SHARE) - _in_host_memory(plan, budgets)) * SPARE_HOST_SHARE)
 
 
 def _ring(plan: Plan, budgets: Budgets, needs: Needs) -> int:
-    """Buffers for gradients of blocks where `plan` leaves host memory for more than are needed; 0 where it does not.
-    Where a disk is what updates wait for, they would be full, however many they were."""
+    """Return the number of buffers for gradients of blocks where `plan` leaves host memory for more than are needed; 0
+    where it does not. Where updates wait for a disk, any number of buffers would be full."""
     ring = plan.entry(BLOCK_RING)
     if not needs.ring_grows or not ring.nbytes or plan.placement.on_ssd:
         return 0
@@ -273,7 +273,7 @@ def _ring(plan: Plan, budgets: Budgets, needs: Needs) -> int:
 
 
 def _within(left: int, costs: Mapping[int, int]) -> tuple[frozenset[int], int]:
-    """The first ones of `costs`, in bytes, that `left` has room for, and what it has then."""
+    """Return the first units of `costs` (bytes by index) that fit into `left`, and the bytes left then."""
     chosen: set[int] = set()
     for index, nbytes in costs.items():
         if nbytes > left:
@@ -284,12 +284,12 @@ def _within(left: int, costs: Mapping[int, int]) -> tuple[frozenset[int], int]:
 
 
 def _in_host_memory(plan: Plan, budgets: Budgets) -> int:
-    """Bytes of all that is there: an accelerator that is the host computes in the same memory."""
+    """Return all bytes in host memory: an accelerator that is the host computes in the same memory."""
     return plan.host_bytes if budgets.gpu_is_own else plan.host_bytes + plan.gpu_bytes
 
 
 def _updated_on_gpu(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> list[int]:
-    """Units whose states are on the GPU, the most useful first."""
+    """Return the units whose states are on the GPU, the most useful first."""
     chosen = _first_within(_gpu_states_allowance(units, needs, budgets, AUTO_GPU_STATE_SHARE), units, needs)
     if budgets.gpu_states is None:
         more = _first_within(_gpu_states_allowance(units, needs, budgets, SHORT_HOST_SHARE), units, needs)
@@ -299,7 +299,7 @@ def _updated_on_gpu(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -
 
 
 def _host_is_short(units: Sequence[UnitSize], needs: Needs, budgets: Budgets, on_gpu: Sequence[int]) -> bool:
-    """Whether a plan with these units on the GPU would be refused for the others' place in host memory."""
+    """Whether a plan with these units on the GPU would be refused because the others do not fit into host memory."""
     if needs.ssd is not None or not budgets.gpu_is_own:
         return False
     plan = Plan.of(units, needs, _placed(units, needs, budgets, on_gpu))
@@ -308,7 +308,7 @@ def _host_is_short(units: Sequence[UnitSize], needs: Needs, budgets: Budgets, on
 
 
 def _first_within(left: int, units: Sequence[UnitSize], needs: Needs) -> list[int]:
-    """Units in the order of their use, as many as take `left` bytes of the GPU for their states."""
+    """Return units in the order of their use whose states take at most `left` bytes of the GPU."""
     chosen: list[int] = []
     candidates = [
         index
@@ -334,7 +334,7 @@ def _gpu_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) ->
 
 
 def _gpu_states_allowance(units: Sequence[UnitSize], needs: Needs, budgets: Budgets, share: float) -> int:
-    """Bytes of the GPU for optimizer states of this engine. `share`: of the GPU, where none are configured."""
+    """Return the GPU bytes for optimizer states of this engine. `share`: part of the GPU, where none are configured."""
     if not needs.trains:
         return 0
     if budgets.gpu_states is not None:
@@ -345,7 +345,7 @@ def _gpu_states_allowance(units: Sequence[UnitSize], needs: Needs, budgets: Budg
 
 
 def _window(units: Sequence[UnitSize], needs: Needs, placement: Placement, budgets: Budgets) -> int:
-    """Slots: more than are needed where the GPU has room, one for each streamed block at most."""
+    """Return the number of slots: more than are needed where the GPU has room, one for each streamed block at most."""
     blocks = len(streamed(units, placement))
     slot = slot_bytes(units, needs, placement)
     if not needs.window_grows or not slot:
@@ -443,12 +443,12 @@ def _no_room_for_weights(entries: Sequence[Allocation], budgets: Budgets, needs:
 
 
 def _beside(taken: int) -> str:
-    """Part of a sentence, behind a limit that is less than the configured one."""
+    """Return the part of a sentence that follows a limit below the configured one."""
     return f" beside the {size(taken)} of other engines in this process" if taken else ""
 
 
 def _largest(entries: Iterable[Allocation]) -> str:
-    """The end of a sentence: what takes most of it."""
+    """Return the end of a sentence, which names the largest entries."""
     largest = sorted(entries, key=lambda each: -each.nbytes)[:3]
     named = [f"{each.what} ({size(each.nbytes)})" for each in largest if each.nbytes]
     return f"; the largest entries are {', '.join(named)}" if named else ""

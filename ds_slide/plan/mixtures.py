@@ -1,9 +1,10 @@
-"""Which results of a block's operators stay where the rest of the block is recomputed: those that take longest for
-their bytes to make again.
+"""Which results of a block's operators stay where the rest of the block is recomputed: the results that take most time
+per byte to compute again.
 
-An element that a product with `k` columns has made takes `2k` FLOP to make again, one of attention over `l` tokens as
-much for `k = l`, and one of a norm or an activation next to nothing. So a block that keeps what its products and its
-attention have made is spared nearly all of its recomputation, for two thirds of the bytes that it saves as a whole.
+An element of a product with `k` columns takes `2k` FLOP to compute again. An element of attention over `l` tokens takes
+the same with `k = l`, and an element of a norm or an activation next to nothing. So a block that keeps the results of
+its products and its attention avoids nearly all of its recomputation. It keeps two thirds of the bytes that it saves as
+a whole.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ import torch
 from ds_slide.plan.operations import Operation, may_stay, new_bytes
 
 FLOPS_A_BYTE = 160
-"""Of a GPU: products in bf16 for each byte of its memory that it reads or writes meanwhile (770 TFLOP/s and 4.8 TB/s
-of an H200, 280 and 2.0 of an A100, 165 and 1.0 of an RTX 4090)."""
+"""FLOP of bf16 products that a GPU does while it reads or writes one byte of its memory (770 TFLOP/s and 4.8 TB/s of an
+H200, 280 and 2.0 of an A100, 165 and 1.0 of an RTX 4090)."""
 SLOWER_ATTENTION = 2.0
-"""Times as long as a product of as many FLOP, in FlashAttention's forward."""
+"""Time of FlashAttention's forward, divided by the time of a product with the same FLOP."""
 ALIKE = 1.5
 """Results within this factor, by seconds a byte, stay or go together: all products of a block, in most models."""
 
 Result = tuple[str, int]
-"""Of an operator in a block's forward: its name, and how many times it has run there before."""
+"""The result of an operator in a block's forward: its name, and how many times it has run there before."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """An operator's run in a recomputation. `work`: FLOP of a product that takes as long. `nbytes`: of its result; 0
-    where it cannot stay."""
+    """An operator's run in a recomputation. `work`: FLOP of a product that takes the same time. `nbytes`: bytes of its
+    result; 0 where it cannot stay."""
 
     result: Result
     work: float
@@ -41,14 +42,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Results that stay, with their bytes. `share`: of the recomputation's time that this saves."""
+    """Results that stay, with their bytes. `share`: part of the recomputation's time that this saves."""
 
     results: frozenset[Result]
     nbytes: int
     share: float
 
     def times(self, factor: float) -> Mixture:
-        """With as many times the bytes, in a larger batch or in several calls, and not one too few."""
+        """Return a copy whose bytes are multiplied by `factor` (a larger batch, or several calls), rounded up."""
         return replace(self, nbytes=math.ceil(factor * self.nbytes))
 
 
@@ -60,7 +61,7 @@ def run_of(
     kwargs: Mapping[str, Any],
     made: Any,
 ) -> Run:
-    """What an operator has done that had run `before` times. Only what products and attention make can stay."""
+    """Return the run of an operator that had run `before` times. Only results of products and attention can stay."""
     is_dear = any(each.flops for each in operations) and may_stay(function, args, kwargs)
     work = sum(
         max(each.flops * (SLOWER_ATTENTION if each.kind == "attention" else 1.0), FLOPS_A_BYTE * each.nbytes)
@@ -70,8 +71,8 @@ def run_of(
 
 
 def mixtures(runs: Sequence[Run], whole: int) -> tuple[Mixture, ...]:
-    """A block's mixtures between recomputing all of `runs` and keeping all of what it saves, of `whole` bytes; from
-    small to large, and each byte more saves less time than those before."""
+    """Return a block's mixtures between recomputing all of `runs` and keeping all `whole` bytes that it saves. They go
+    from small to large, and each further byte saves less time than the bytes before."""
     total = sum(each.work for each in runs)
     found: list[Mixture] = []
     results: set[Result] = set()
@@ -87,7 +88,7 @@ def mixtures(runs: Sequence[Run], whole: int) -> tuple[Mixture, ...]:
 
 
 def _alike(runs: Sequence[Run]) -> list[list[Run]]:
-    """The most work for a byte first, and those that are alike as one."""
+    """Return the runs in groups, the most work for each byte first. Runs that are alike share a group."""
     groups: list[list[Run]] = []
     for each in sorted(runs, key=lambda each: each.nbytes / each.work):
         first = groups[-1][0] if groups else None
@@ -99,7 +100,7 @@ def _alike(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _is_worth(last: Mixture, before: Mixture | None, whole: int) -> bool:
-    """Whether the last bytes of a mixture save more than those that the whole block takes beyond it."""
+    """Whether each of a mixture's last bytes saves more time than each byte that the whole block takes beyond it."""
     of_whole, beyond = whole - last.nbytes, 1.0 - last.share
     start_bytes, start_share = (before.nbytes, before.share) if before is not None else (0, 0.0)
     return of_whole > 0 and (last.share - start_share) * of_whole > beyond * (last.nbytes - start_bytes)

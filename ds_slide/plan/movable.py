@@ -1,4 +1,4 @@
-"""Units whose states may go to spare GPU memory, as the engine and its forecast choose among them."""
+"""Units whose states may go to spare GPU memory. The engine and its forecast choose among them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ds_slide.plan.spare import Movable
 
 
 def movable_states(plan: Plan, candidates: Iterable[int]) -> list[Movable]:
-    """The units `candidates`, by number, in the order in which their states go to the GPU: first those on SSD, a tenth
-    of whose traffic can take as long as all updates in host memory; then outer modules, whose updates nothing hides;
-    then blocks in their order. Shares are those of what is not on the GPU yet."""
+    """Return the units with the indices `candidates`, sorted by when their states go to the GPU.
+
+    Units on SSD come first: a tenth of their traffic can take the time of all updates in host memory. Then come outer
+    modules, whose updates nothing hides, and then blocks by index. Shares count only what is not on the GPU yet."""
     units, needs, placement = plan.units, plan.needs, plan.placement
     there = placement.on_gpu | placement.promoted
     updated = sum(unit.codec.numel for index, unit in enumerate(units) if index not in there)

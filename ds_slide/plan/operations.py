@@ -1,4 +1,4 @@
-"""What an operator of torch does on a GPU: its arithmetic and the bytes that it reads and writes."""
+"""The work of a torch operator on a GPU: its arithmetic, and the bytes that it reads and writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 @dataclass(frozen=True)
 class Operation:
-    """What the GPU does at once. `nbytes`: read and written in its memory."""
+    """One operation of the GPU. `nbytes`: read and written in its memory."""
 
     kind: str
     """ "product", "attention", "attention backward" or "other"."""
@@ -25,14 +25,14 @@ class Operation:
 
 
 _LOSS_PASSES = 3
-"""Over the logits of a chunk beside its products: read for the losses, read and written for the gradients."""
+"""Passes over the logits of a chunk beside its products: read for the losses, read and written for the gradients."""
 _SUM_ROWS = 512
-"""Reads and writes of the sum of the weight's gradient take this part of their own time, over the rows of a chunk,
-beside the chunk's products: a quarter with 2,048 rows, where 0.2 to 0.4 were measured, and a half with 1,024, where it
-was 0.37 to 0.76 (page kernels of H200, and profiles of 1.5 to 7 B on an H100,
+"""The sum of the weight's gradient adds a part of the time of its reads and writes to a chunk's products: this number
+divided by the rows of the chunk. That is a quarter with 2,048 rows, where 0.2 to 0.4 were measured. With 1,024 rows it
+is a half, where 0.37 to 0.76 were measured (page kernels of H200, and profiles of 1.5 to 7 B on an H100,
 benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
-"""And which argument is the first matrix."""
+"""Operators that are products of matrices, with the index of the argument that is the first matrix."""
 
 
 def operations_of(
@@ -45,7 +45,8 @@ def operations_of(
     outputs: Any,
     memory: int = 0,
 ) -> list[Operation]:
-    """`memory`: bytes of the GPU, by which the loss takes larger chunks."""
+    """Return what the GPU does for one operator. `memory`: bytes of the GPU; more bytes make the loss's chunks
+    larger."""
     nbytes = sum(map(_bytes, (*inputs, *outputs)))
     if name == "ds_slide::linear_cross_entropy":
         return _loss(args[0], args[1], need_hidden=args[-3], need_weight=args[-2], memory=memory)
@@ -67,8 +68,8 @@ def operations_of(
 def _loss(
     hidden: torch.Tensor, weight: torch.Tensor, *, need_hidden: bool, need_weight: bool, memory: int
 ) -> list[Operation]:
-    """Of all chunks: the logits' product and those of the gradients, what the kernels of rows read and write, and what
-    the sum of the weight's gradients costs beside its products."""
+    """Return the operations of all chunks: the products of the logits and the gradients, the reads and writes of the
+    row kernels, and the cost of summing the weight's gradients beside its products."""
     from ds_slide.kernels.loss.linear_cross_entropy import rows_at_once
 
     (rows, width), words = hidden.shape, weight.shape[0]
@@ -88,8 +89,8 @@ def _loss(
 
 
 def _attention(given: Sequence[torch.Tensor], nbytes: int, *, backward: bool, causal: bool) -> Operation:
-    """Of query, key and value, each [batch, heads, tokens, width]. Keys and values may have fewer heads, each for a
-    group of queries, which torch's own count refuses in some versions (2.11)."""
+    """Return the operation for query, key and value, each [batch, heads, tokens, width]. Keys and values may have fewer
+    heads, each for a group of queries; torch's own count refuses these in some versions (2.11)."""
     query, key, value = given
     (batch, heads, queries, width), keys = query.shape, key.shape[2]
     products = 3 * width + 2 * value.shape[3] if backward else width + value.shape[3]
@@ -102,21 +103,21 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All that lie in memory as they are."""
+    """Return the strided tensors in `tree`, which lie in memory as they are."""
     leaves = tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 def new_bytes(args: Any, kwargs: Any, made: Any) -> int:
-    """Of the storages that a run has made; 0 where a part of its result lies on what was there before."""
+    """Bytes of the storages that a run has made; 0 where its result shares storage with an argument."""
     there = {each.untyped_storage()._cdata for each in tensors_of((args, kwargs))}
     storages = {storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(made))}
     return 0 if there & storages.keys() else sum(storages.values())
 
 
 def may_stay(function: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether what follows a run is the same without it: it writes into none of its arguments, and draws no random
-    numbers, of which those behind it would get others."""
+    """Whether a run can be skipped without a change to later ones: it writes into none of its arguments and draws no
+    random numbers. Later operators would otherwise draw others."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return not function._schema.is_mutable
     for place, argument in enumerate(function._schema.arguments):

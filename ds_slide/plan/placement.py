@@ -1,12 +1,12 @@
 """Which states stay in host memory and which go to SSD: unit by unit, as far as the memory reaches.
 
 Memory goes first to what saves most SSD traffic per byte: a block's weights (2 bytes a parameter save 6 a step: two
-reads and a write), then the outer modules' optimizer states (their update is the one that nothing hides) and, few as
-they are, those of the blocks' parts in another data type (`ds_slide.model.structure`), then those of the
-blocks (10 bytes save 20). What stays is spread evenly over the blocks, so that the disk has work all through the step
-instead of a burst at one end of the model.
+reads and a write). Then come the optimizer states of outer modules, whose update nothing hides, and the few of the
+blocks' parts in another data type (`ds_slide.model.structure`). The optimizer states of blocks are last (10 bytes save
+20). What stays is spread evenly over the blocks, so that the disk has work all through the step instead of a burst at
+one end of the model.
 
-Held gradients are the last to leave, and only those of blocks: one of 2 bytes is written and read in every micro-batch.
+Held gradients are the last to leave, and only blocks' gradients do: 2 bytes are written and read in every micro-batch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from ds_slide.plan.allocations import make_allocations, total
 from ds_slide.plan.needs import Needs, Placement, UnitSize, held_bytes
 
-# Of the free memory: Python's objects, the data loader and the page cache go on growing after the plan is made.
+# Share of the free memory: Python's objects, the data loader and the page cache grow after the plan is made.
 USABLE_SHARE = 0.95
 
 
 def place_on_host(
     units: Sequence[UnitSize], needs: Needs, on_gpu: frozenset[int], host_free: int, host_memory: int | None
 ) -> Placement:
-    """Place what is not on the GPU. `host_memory`: budget in bytes of the states, None for what `host_free` leaves."""
+    """Place what is not on the GPU. `host_memory`: budget of the states in bytes; None: what `host_free` leaves."""
     usable = int(host_free * USABLE_SHARE)
 
     def takes(placement: Placement) -> int:
@@ -48,7 +48,7 @@ def place_on_host(
         gone = dataclasses.replace(least, gradients_on_ssd=frozenset(blocks))
         held = _spread([(i, held_bytes(units[i], needs)) for i in blocks], usable - takes(gone))
         least = dataclasses.replace(least, gradients_on_ssd=frozenset(blocks) - held)
-    # With the buffers and sums of all that may go to SSD: what stays after all leaves a little of that unused.
+    # `least` counts buffers and checksums for all that may go to SSD. States that stay leave a little of that unused.
     left = max(0, usable - takes(least))
     if host_memory is not None:
         movable = sum(units[i].share for i in may_move_weights) + sum(units[i].state_bytes for i in may_move_chunks)

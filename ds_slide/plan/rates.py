@@ -11,21 +11,22 @@ from ds_slide.plan.operations import Operation
 
 _ATTENTIONS = ("attention", "attention backward")
 ATTENTION_SHARE = {"attention": (0.80, 1_850), "attention backward": (0.75, 1_990)}
-"""Of the rate of matrix products, what attention comes near to with many keys, and the keys with which it has half of
-that, where `ds-slide doctor` has not measured it: 0.42 and 0.38 of it at 2,048 tokens, and 0.76 and 0.71 at 32,768,
-with which a step of 3 B takes the 0.58 s of the one and the 2.07 s of the other that were measured
+"""The rate of attention where `ds-slide doctor` has not measured it: the share of the rate of matrix products that it
+nears with many keys, and the number of keys with half of that share. It is 0.42 and 0.38 at 2,048 tokens, and 0.76 and
+0.71 at 32,768. With these a step of 3 B takes the measured times, 0.58 s and 2.07 s
 (benchmarks/results/2026-11-23_nvidia-h200_decided.md)."""
 HOST_OPERATION_S = 1e-4
 """Seconds of Python, hooks and launch for an operation of the GPU, roughly: 64 to 113 us were measured within eleven
 minutes on one machine. No forecast of the host: only a floor, without which 0.5 B with 4,096 tokens a micro-batch would
 be forecast at a third of its time, and `--fit` would recommend batches that are too small."""
 LEAST_OPERATION_S = 3e-6
-"""Of a kernel on a GPU, however little it does."""
+"""Least seconds of a kernel on a GPU."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second. `copy`: read and written by what computes. `both_ways`: each way, when both carry."""
+    """Rates in bytes a second. `copy`: reads and writes of the device that computes. `both_ways`: each way, when data
+    moves in both."""
 
     ceilings: Ceilings
     copy: float
@@ -36,11 +37,11 @@ class Rates:
     ssd: float | None
     """Reads and writes together, of all disks; None: not known."""
     _known: dict[Operation, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Seconds of operations that were asked for: a search asks for the same ones a million times."""
+    """Seconds of operations that were asked for: a search asks for the same operations a million times."""
 
     @classmethod
     def of(cls, ceilings: Ceilings, *, on_gpu: bool) -> Rates:
-        """`on_gpu`: a GPU computes. Raises SlideError where its ceilings are not known."""
+        """Return a machine's rates. `on_gpu`: a GPU computes. Raises SlideError where its ceilings are not known."""
         cpu, gpu = ceilings.cpu, ceilings.gpu
         ssd = sum(disk.mixed_gb_s for disk in ceilings.disks) * 1e9 or None
         if on_gpu and gpu is None:
@@ -73,7 +74,7 @@ class Rates:
         return sum(known[operation] * count for operation, count in operations.items())
 
     def launches(self, operations: Counter[Operation]) -> float:
-        """Return the seconds of the host that has a GPU do them, or computes itself."""
+        """Return the host's seconds: it launches the operations on a GPU, or computes them itself."""
         return self.seconds(operations) if self.ceilings.gpu is None else HOST_OPERATION_S * operations.total()
 
     def _seconds(self, operation: Operation) -> float:

@@ -1,6 +1,6 @@
-"""What spare GPU memory is used for: states of blocks, which are then updated there, or activations that are kept.
+"""How spare GPU memory is used: for states of blocks, which are then updated there, or for activations that are kept.
 
-Pure functions over what the first steps have shown. Seconds are those of one step, bytes those of the GPU.
+Pure functions over what the first steps have shown. Seconds are per step; bytes are bytes of the GPU.
 """
 
 from __future__ import annotations
@@ -13,35 +13,36 @@ from ds_slide.plan.spare import NO_SLOTS, Movable, Slots
 from ds_slide.plan.step_model import Change, Step
 
 MEMORY_RATE = 1e12
-"""Bytes a second that an update on the GPU reads and writes where nobody knows it; of a card of the middle class, so
-that no state is moved for a gain that its own update takes back."""
+"""Bytes a second that an update on the GPU reads and writes, where the rate is not known. It is the rate of a mid-range
+card, so that no state moves for a gain that its own update takes back."""
 LEAST_GAIN = 0.01
-"""Of a step. What is less is no more than its noise, and moving states takes a second or two."""
+"""Part of a step. A smaller gain is within the noise, and moving states takes a second or two."""
 LEVEL = 0.03
-"""Of a step, that it may be expected to take longer with states in memory that nothing else needs. An update on the GPU
-takes its time for certain, and what the host does beside it is not as well hidden as it is expected to be: 1.5 B took
+"""The predicted step may be longer by this part with states in memory that nothing else needs. An update on the
+GPU takes a certain time. The host's work beside it is less well hidden than predicted: 1.5 B took
 0.332 s with the states of 17 blocks in host memory, where 0.282 were expected, and 0.307 with all of them on the GPU
 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md)."""
 HEADROOM, HEADROOM_OF_VARYING = 0.25, 1.0
-"""Of a batch's need: left free of states where these cannot go when a longer batch begins, because all ranks would have
-to move them together, or gradients have been accumulated by then. So little where all batches had one shape; where they
-differ, room for one that is twice as long as any so far. Activations, which go at once, may be kept there."""
+"""Parts of a batch's need that stay free of states, where states cannot leave when a longer batch begins: all ranks
+would have to move them together, or gradients have been accumulated by then. The first part is for batches of one
+shape. Where batches differ, there is room for a batch twice as long as any so far. Activations, which leave at once,
+may be kept there."""
 RESERVE = 1.0
-"""Of a batch's need: left free of states that would make the step no shorter there. As many tokens with more images
-take more, and somebody may load another model."""
+"""Part of a batch's need that stays free of states that would make the step no shorter. The same number of tokens with
+more images takes more memory, and the script may load another model."""
 
 
 def for_states(room: float, needed: float, *, tied: bool, varying: bool = False) -> tuple[float, float]:
-    """What an `Offer` has as `room` and `reserve`, of `room` bytes beside the `needed` ones of a batch. `tied`: states
-    cannot always go when a longer batch begins. `varying`: batches have differed."""
+    """Return `room` and `reserve` of an `Offer`, from `room` bytes beside the `needed` bytes of a batch. `tied`: states
+    cannot always leave when a longer batch begins. `varying`: batches have differed."""
     headroom = (HEADROOM_OF_VARYING if varying else HEADROOM) if tied else 0.0
     return room - headroom * needed, (RESERVE - headroom) * needed
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`states`: units whose states go to the GPU. `seconds`: of the step that is expected. `slots`: that the window has
-    then. `filling`: of the activations that then fit."""
+    """`states`: units whose states go to the GPU. `seconds`: predicted length of the step. `slots`: slots of the window
+    then. `filling`: the activations that then fit."""
 
     states: frozenset[int]
     seconds: float
@@ -55,7 +56,7 @@ class Choice:
 
     @property
     def mixed(self) -> int:
-        """Of those that keep some results."""
+        """Number of blocks that keep some results."""
         return self.filling.mixed
 
 
@@ -63,10 +64,10 @@ class Choice:
 class Offer:
     """What is to be shared out.
 
-    `room`: bytes. `states`: in the order in which they move. `step`: with nothing kept. `slots`: of the window; those
-    beyond the least give way to states, and go anyway where fewer blocks pass than there are slots. `memory_rate`:
-    bytes a second of the GPU's memory. `reserve`: bytes of the room, left free of states that make the step no
-    shorter.
+    `room`: bytes. `states`: in the order of their moves. `step`: the step with nothing kept. `slots`: the window.
+    Slots beyond the least give way to states, and go anyway where there are more slots than blocks that pass.
+    `memory_rate`: bytes a second of the GPU's memory. `reserve`: bytes of the room that stay free of states that make
+    the step no shorter.
     """
 
     room: float
@@ -79,9 +80,9 @@ class Offer:
 
 
 def share_out(offer: Offer) -> Choice:
-    """States move where that makes the step shorter by more than its noise, and then into what is left beyond the
-    reserve, as far as the step is level with that. What the choice keeps of activations is what is expected; what is
-    left in the end decides in each forward."""
+    """Return the choice for an offer. States move where that makes the step shorter by more than its noise. More states
+    then fill the room beyond the reserve, as long as the step becomes no longer than `LEVEL` allows. The activations in
+    the choice are a prediction: each forward decides by the memory that is left in the end."""
     without, best = choose(replace(offer, states=())), choose(offer)
     if best.seconds > (1 - LEAST_GAIN) * without.seconds:
         best = without
@@ -95,10 +96,10 @@ def share_out(offer: Offer) -> Choice:
 
 
 def choose(offer: Offer) -> Choice:
-    """The shortest step that the room allows, of those the one that takes the fewest bytes.
+    """Return the shortest step that the room allows; among equal steps, the one with the fewest bytes.
 
-    `states` go in the order in which they are given, and activations by their value, so that a choice is two numbers,
-    and all pairs of them are looked at."""
+    `states` go in the given order, and activations by their value. So a choice is two numbers, and all pairs of them
+    are tried."""
     nothing = Filling(0, 0.0, 0, 0)
     best = Choice(frozenset(), offer.step.after(Change()), offer.slots.count, nothing)
     least = best.seconds, 0
@@ -125,7 +126,7 @@ class _Moved:
 
 
 def _moves(offer: Offer) -> list[_Moved]:
-    """The first states, from none to all of them."""
+    """Return the prefixes of the states, from none to all."""
     found = [_Moved(frozenset(), 0, 0.0, 0.0, 0)]
     for each in offer.states:
         last = found[-1]
@@ -142,7 +143,8 @@ def _moves(offer: Offer) -> list[_Moved]:
 
 
 def _expected(offer: Offer, moved: _Moved, filling: Filling, room: float) -> Choice | None:
-    """With these states on the GPU, and so many bytes beside the activations; None where they do not fit."""
+    """Return the choice with the states `moved` to the GPU; None where they do not fit. `room`: bytes beside the
+    activations."""
     slots, left = offer.slots, room - moved.nbytes
     count = slots.fitting(left, moved.streamed) if moved.orders else slots.count if left >= 0 else None
     if count is None:

@@ -1,6 +1,6 @@
 """How much GPU memory is spare, what may take it, and what leaves it again when a batch needs it.
 
-Pure functions over what the first steps have shown. Bytes are those of the GPU. `ds_slide.plan.sharing` decides.
+Pure functions over what the first steps have shown. Bytes are bytes of the GPU. `ds_slide.plan.sharing` decides.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ from enum import Enum
 from ds_slide.plan.needs import Needs
 
 MARGIN_SHARE = 1 / 16
-"""Of the GPU, and left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor of 32 MiB (8k
-tokens of a model 2,048 wide) may take a sixteenth more, and it cannot always use what lies between two live tensors.
-What differs from step to step without a longer batch (experts that get more tokens) has to fit in here, too."""
+"""Part of the GPU that is left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor of 32
+MiB (8k tokens of a model 2,048 wide) may take a sixteenth more. It cannot always use what lies between two live
+tensors. What differs from step to step without a longer batch (experts that get more tokens) has to fit in here,
+too."""
 MOST_MARGIN_SHARE = 4 * MARGIN_SHARE
-"""Where torch has had to search for room again and again."""
+"""The margin's limit, where torch has had to search for room again and again."""
 ROOMY = 1 / 8
-"""Of the GPU. Where a batch leaves less than this beside the margin, what it keeps can be given up, which costs the
+"""Part of the GPU. Where a batch leaves less than this beside the margin, what it keeps can be given up. That costs the
 host some 10 us an operator."""
 ROOMY_FOR_OTHERS = 1 / 4
-"""The same for evaluations, and for the first forward of a generation, whose needs are less well known."""
+"""The same part for evaluations and the first forward of a generation, whose needs are less well known."""
 ROOMY_FOR_TOKENS = 1 / 32
-"""The same for the later ones, of one token each."""
+"""The same part for the later forwards of a generation, of one token each."""
 FRAGMENTATION = 0.2
-"""Of the activations: what torch's allocator holds beyond what is allocated, without those that are kept in spare
-memory: 0.15 to 0.20 (page main_2 of 2026-11-21), 0.9 GB beside 51.7 that were kept
+"""Memory that torch's allocator holds beyond what is allocated, as a part of the activations. Activations kept in spare
+memory do not count: 0.15 to 0.20 (page main_2 of 2026-11-21), 0.9 GB beside 51.7 that were kept
 (benchmarks/results/2026-11-23_nvidia-h200_spare-memory.jsonl). 3 B with 48 x 2048 tokens in 24 GiB did not find 2.02
 GiB in one piece while 2.23 were free (benchmarks/results/2026-11-23_nvidia-h200_choosing.md)."""
 BLOCKS_UNDER_WAY = 2
-"""Whose inputs are not yet gone when the last block has computed, where all of them move."""
+"""Blocks whose inputs have not yet left the GPU when the last block has computed, where all inputs move."""
 UNMEASURED_SHARE = 1 / 4
-"""Of the free GPU memory, that inputs of blocks may take in the first steps. A block that is recomputed saves 10 to 30
-times its input, so that with 36 blocks and a fused loss the rest takes no more than the inputs do, and all of it half
+"""Part of the free GPU memory that inputs of blocks may take in the first steps. A block that is recomputed saves 10 to
+30 times its input. So with 36 blocks and a fused loss the rest takes no more than the inputs do, and both together half
 of the memory."""
 LONGER_KEYS = 1.25
-"""The longest dimension, in lengths of a sequence, that is taken for one of its tokens. A dimension of a layer may be
-taken for one, too: then more memory is left free than is needed, until a batch of another length is measured."""
+"""The longest dimension, in lengths of a sequence, that is taken for a dimension of tokens. A dimension of a layer may
+be taken for it, too: then more memory is left free than is needed, until a batch of another length is measured."""
 LEAST_AHEAD, MOST_AHEAD = 2, 8
-"""Inputs of blocks that are read from SSD ahead of their use. A disk of 3 GB/s reads one of 67 MB in 22 ms, beside 15
-of a block's backward. A disk that is slower than the blocks holds them up with any number."""
+"""Inputs of blocks that are read from SSD ahead of their use. A disk of 3 GB/s reads an input of 67 MB in 22 ms, beside
+15 ms of a block's backward. A disk that is slower than the blocks holds them up with any number."""
 SPARE_SSD_SHARE = 1 / 2
-"""Of the free space of a disk, that inputs of blocks may take: a checkpoint may have to go there, too."""
+"""Part of a disk's free space that inputs of blocks may take: a checkpoint may have to go there, too."""
 
 
 class Handling(Enum):
@@ -54,29 +55,31 @@ class Handling(Enum):
     RECOMPUTE = "recompute"
     """The block's input stays, and its forward runs again in backward."""
     MIX = "mix"
-    """As `RECOMPUTE`, but for the results of some operators, which stay on the GPU."""
+    """The same as `RECOMPUTE`, except that the results of some operators stay on the GPU."""
     MOVE = "move"
-    """As `RECOMPUTE`, and the block's input waits in host memory, or on SSD."""
+    """The same as `RECOMPUTE`, and the block's input waits in host memory or on SSD."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a batch. `tokens`: in all. `length`: of a sequence."""
+    """The size of a batch. `tokens`: total number. `length`: tokens of a sequence."""
 
     tokens: int
     length: int
 
     def has_square(self, sizes: Sequence[int]) -> bool:
-        """Whether a tensor of these sizes, of a batch of this shape, may have an element for each pair of tokens of a
-        sequence, as the probabilities of attention and its mask have. A prefix makes one of the dimensions longer."""
+        """Whether a tensor of these sizes may have an element for each pair of tokens of a sequence in a batch of this
+        shape. Probabilities of attention and its mask have. A prefix makes one of the dimensions longer."""
         return sum(self.length <= size <= LONGER_KEYS * self.length for size in sizes) >= 2
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes that a batch of this shape has taken. `square`: those of tensors with an element for each pair of tokens of
-    a sequence, which grow with tokens times length. `fixed`: those that no longer batch has more of, as gradients of
-    weights are. All others grow with tokens at most."""
+    """Bytes that a batch of this shape has taken.
+
+    `square`: bytes of tensors with an element for each pair of tokens of a sequence; they grow with tokens times
+    length. `fixed`: bytes that do not grow with the batch, like gradients of weights. All others grow at most with
+    tokens."""
 
     shape: Shape
     nbytes: int
@@ -90,17 +93,17 @@ class Measured:
         return fixed + tokens * (self.nbytes - fixed - self.square + self.square * longer)
 
     def growth(self, shape: Shape) -> float:
-        """Return the most by which they can grow at another shape; below 1 where that is smaller."""
+        """Return the largest growth of the bytes at another shape, as a factor; below 1 where that is smaller."""
         return self.at(shape) / self.nbytes if self.nbytes else shape.tokens / self.shape.tokens
 
 
 LEAST_APART = 1.25
-"""Times as many tokens has one of two batches that tell what does not grow with tokens."""
+"""Least ratio of the tokens of two batches that show which bytes do not grow with tokens."""
 
 
 def fixed_bytes(points: Iterable[tuple[Shape, int]], most: int) -> int:
-    """Return what batches take however few tokens they have, by the bytes that two of them have taken: `most` at most,
-    and nothing where the batches tell nothing."""
+    """Return the bytes that a batch takes with any number of tokens, from the bytes of two batches: at most `most`, and
+    0 where the batches tell nothing."""
     ordered = sorted(points, key=lambda each: each[0].tokens)
     if not ordered or ordered[-1][0].tokens < LEAST_APART * ordered[0][0].tokens:
         return 0
@@ -111,7 +114,7 @@ def fixed_bytes(points: Iterable[tuple[Shape, int]], most: int) -> int:
 
 @dataclass(frozen=True)
 class Input:
-    """What the calls of a block in one forward get from the blocks before."""
+    """The input that a block's calls in one forward get from the blocks before."""
 
     order: int
     nbytes: int
@@ -119,8 +122,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Movable:
-    """A unit whose states may go to the GPU. `share`: of all elements that the host updates. `streamed`: it
-    passes through the window until then. `disk_share`: of all states on SSD."""
+    """A unit whose states may go to the GPU. `share`: part of all elements that the host updates. `streamed`: it passes
+    through the window until then. `disk_share`: part of all states on SSD."""
 
     order: int
     nbytes: int
@@ -131,8 +134,8 @@ class Movable:
 
 @dataclass(frozen=True)
 class Slots:
-    """The window: `count` slots of `nbytes` each, of which those beyond `least` hide no fetch, and only save some.
-    `blocks`: that pass through it, `passes` times a step (forward and backward of each micro-batch)."""
+    """The window: `count` slots of `nbytes` each. Slots beyond `least` hide no fetch, and only save some. `blocks`:
+    number of blocks that pass through it, `passes` times a step (forward and backward of each micro-batch)."""
 
     count: int
     least: int
@@ -141,8 +144,8 @@ class Slots:
     passes: int = 2
 
     def fitting(self, room: float, gone: int) -> int | None:
-        """How many stay when `gone` blocks pass no more and `room` bytes are left beside the present ones, or are
-        missing; None where that are too few."""
+        """Return how many slots stay when `gone` blocks pass no more; None where these are too few. `room`: bytes left
+        beside the present slots; negative where bytes are missing."""
         wanted = min(self.count, blocks := self.blocks - gone)
         if room < 0 and self.nbytes:
             wanted = min(wanted, int((room + self.count * self.nbytes) // self.nbytes))
@@ -150,47 +153,49 @@ class Slots:
         return wanted if enough else None
 
     def after(self, coming: int) -> int:
-        """How many there are when `coming` blocks more pass: no more than before, and the least."""
+        """Return the number of slots when `coming` more blocks pass: the present number, or the least where that is
+        more."""
         return max(self.count, min(self.least, self.blocks + coming))
 
     def fetches(self, gone: int, count: int) -> int:
-        """Of a step: all blocks that pass in its first forward, and later those that are in no slot any more."""
+        """Return the fetches of a step: all blocks in its first forward, and later the blocks that have left their
+        slot."""
         blocks = self.blocks - gone
         return blocks + (self.passes - 1) * max(0, blocks - count)
 
 
 NO_SLOTS = Slots(0, 0, 0, 0)
 SPARE_SLOTS = 1
-"""Beside those that hide a fetch: for a fetch that waits for the update of its block while compute goes on."""
+"""Slots beside the ones that hide a fetch: for a fetch that waits for its block's update while compute goes on."""
 
 
 def least_slots(window: int, needs: Needs) -> int:
-    """Slots that a window of so many keeps: all of them where the user has set its size."""
+    """Return how many of `window` slots must stay: all of them where the user has set the size."""
     return min(window, needs.window + SPARE_SLOTS) if needs.window_grows else window
 
 
 def spare_bytes(free: float, needed: float, margin: float) -> float:
-    """Of `free` bytes those that a batch leaves which needs so many with nothing kept, or, less than 0, that it lacks:
-    beside a margin, or what the allocator cannot use, where that is more."""
+    """Return `free` less `needed` and a reserve: the margin, or what the allocator cannot use, whichever is more. A
+    negative result is the number of bytes missing. `needed`: bytes of a batch with nothing kept."""
     return free - needed - max(margin, FRAGMENTATION * needed)
 
 
 def inputs_missing(free: float, needed: float, margin: float) -> float:
-    """Bytes of inputs that have to go elsewhere so that such a batch lacks nothing: fewer than it lacks where what the
-    allocator cannot use becomes less with them. Less than 0 where none have to."""
+    """Return the bytes of inputs that have to leave so that the batch fits; negative where none have to. They are fewer
+    than the missing bytes where fragmentation shrinks with them."""
     return max(margin + needed - free, needed - free / (1 + FRAGMENTATION))
 
 
 def movable_inputs(inputs: Sequence[Input]) -> Sequence[Input]:
-    """Those that may wait in host memory, of the blocks in the order of their calls: those of the last ones are still
-    on their way down when the memory is needed most, in the loss."""
+    """Return the inputs that may wait in host memory, from the inputs in call order. The last inputs would still be on
+    their way down when the memory is needed most, in the loss."""
     return inputs[:-BLOCKS_UNDER_WAY]
 
 
 def moved_within(missing: float, available: float, inputs: Sequence[Input]) -> frozenset[int]:
-    """Blocks whose inputs leave the GPU so that `missing` bytes come free there, for host memory and SSD, of which
-    `available` bytes may be taken: the first ones, which have the longest way between forward and backward to hide
-    their copies in."""
+    """Return the blocks whose inputs leave the GPU so that `missing` bytes come free there. `available`: bytes that
+    they may take of host memory and SSD. First blocks are chosen first: most time passes between their forward and
+    backward, and hides their copies."""
     chosen = []
     for each in movable_inputs(inputs):
         if missing <= 0 or each.nbytes > available:
@@ -202,8 +207,8 @@ def moved_within(missing: float, available: float, inputs: Sequence[Input]) -> f
 
 
 def goes_on(moved: Sequence[Input], available: float) -> frozenset[int]:
-    """Blocks whose inputs go on to SSD, of those that move, in the order of their calls, where host memory has
-    `available` bytes for them: the first ones, which come back last."""
+    """Return the blocks whose inputs go on to SSD. `moved`: inputs that leave the GPU, in call order. `available`:
+    bytes of host memory for them. The first inputs go on, because they come back last."""
     for count, each in enumerate(reversed(moved)):
         available -= each.nbytes
         if available < 0:
@@ -212,27 +217,28 @@ def goes_on(moved: Sequence[Input], available: float) -> frozenset[int]:
 
 
 def reads_ahead(read_s: float, backward_s: float) -> int:
-    """Inputs that are read from SSD ahead of their use, in `read_s` seconds each, so that the backward of blocks, of
-    `backward_s` seconds each, hides that. 0: not known."""
+    """Return how many inputs to read from SSD ahead of their use, so that backward hides the reads. `read_s`,
+    `backward_s`: seconds of each read and of each block's backward; 0: not known."""
     wanted = math.ceil(read_s / backward_s) if backward_s else 0
     return min(max(wanted, LEAST_AHEAD), MOST_AHEAD)
 
 
 def buffers_for(ahead: int) -> int:
-    """Host buffers, of one input each, through which inputs come from SSD where so many are read ahead: one more is
-    copied, and one is filled meanwhile."""
+    """Return the number of host buffers, of one input each, for `ahead` inputs that are read ahead from SSD. One more
+    input is copied, and one is filled meanwhile."""
     return ahead + 2
 
 
 def moves_unmeasured(nbytes: int, free: float) -> bool:
-    """Whether inputs of blocks, of `nbytes` in all, wait in host memory before it is known what a batch needs beside
-    them, with `free` bytes of the GPU."""
+    """Whether inputs of blocks wait in host memory before a batch's other needs are known. `nbytes`: bytes of all
+    inputs. `free`: bytes of the GPU."""
     return nbytes > UNMEASURED_SHARE * free
 
 
 def given_back(missing: float, claimed: Sequence[Movable], slots: Slots = NO_SLOTS) -> frozenset[int]:
-    """Units whose states leave the GPU so that `missing` bytes come free: those that went there last, first. All of
-    them where that does not suffice. The blocks among them take slots where there are fewer than the least."""
+    """Return the units whose states leave the GPU so that `missing` bytes come free. The units that came last leave
+    first; all leave where that does not suffice. The blocks among them take slots where there are fewer than the least.
+    """
     chosen: list[int] = []
     freed, coming = 0, 0
     for each in reversed(claimed):

@@ -1,4 +1,4 @@
-"""Where the SSD tier is and what may go there: DeepSpeed's own keys, and the ones of "ds_slide" before them."""
+"""Where the SSD tier is and what may go there: keys of "ds_slide" first, and then DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SsdSettings:
     parents: Sequence[tuple[str, Path]]
     """(JSON path for messages, directory) of every disk."""
     weights: bool
-    """Whether they may go there; blocks' alone do."""
+    """Whether weights may go there; only blocks' weights do."""
     states: bool
-    """Whether optimizer states may go there, and with them held gradients."""
+    """Whether optimizer states and held gradients may go there."""
     chunk_numel: int
     """Parameters of a chunk."""
     queue_depth: int | None
@@ -56,12 +56,12 @@ def named_directories(config: SlideConfig, ds_config: Mapping[str, Any]) -> list
 
 
 def ssd_parents(config: SlideConfig, ds_config: Mapping[str, Any]) -> list[tuple[str, Path]]:
-    """(JSON path, directory) of every disk. Raises SlideConfigError for one that cannot be named so."""
+    """(JSON path, directory) of every disk. Raises SlideConfigError for a text that names no directory."""
     return [(name, expanded_directory(text, name)) for name, text in named_directories(config, ds_config)]
 
 
 def directory_problems(config: SlideConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Directories that cannot be, or that are one and the same; nothing is made, and only links are followed."""
+    """Yield what is wrong with the directories: one cannot exist, or two are the same. Nothing is created."""
     try:
         parents = ssd_parents(config, ds_config)
     except SlideConfigError as error:
@@ -105,7 +105,7 @@ def ssd_settings(config: SlideConfig, ds_config: Mapping[str, Any]) -> SsdSettin
 
 
 def ssd_problems(config: SlideConfig, ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the settings of the SSD tier, one sentence each."""
+    """Yield what is wrong with the settings of the SSD tier, one sentence each."""
     if not wants_ssd(ds_config):
         if config.nvme_path is not None:
             yield (

@@ -1,9 +1,8 @@
 """A training step of a model on the meta device: what it computes and what it keeps, with nothing computed or kept.
 
-The model's own forward and backward run, with the kernels that were put into it, so that whatever autograd saves,
-recomputes and frees is counted as it is: by storages, those of weights left out. The attention of
-`scaled_dot_product_attention` is taken for a fused one, as GPUs have it; on the meta device torch would take the plain
-one, which keeps matrices of length x length.
+The model's own forward and backward run, with the kernels that were put into it. So all that autograd saves, recomputes
+and frees is counted by storages, without the weights' storages. `scaled_dot_product_attention` is counted as the fused
+kernel that GPUs have. On the meta device torch would take the plain one, which keeps matrices of length x length.
 """
 
 from __future__ import annotations
@@ -31,17 +30,18 @@ from ds_slide.plan.operations import Operation, operations_of
 FUNCTION = "_gradient_checkpointing_func"
 """The attribute of a layer of transformers that is called where it checkpoints."""
 ALLOCATION = 512
-"""torch's allocator of GPU memory rounds up to it."""
+"""Bytes. torch's allocator of GPU memory rounds up to a multiple."""
 
 
 @dataclass
 class Segment:
-    """A part of a step. `unit`: whose forward it is, or whose gradients are complete at its end; None: nobody's."""
+    """A part of a step. `unit`: the unit whose forward it is, or whose gradients are complete at its end; None: no
+    unit."""
 
     unit: int | None
     operations: Counter[Operation] = field(default_factory=Counter)
     kept_bytes: int = 0
-    """Of a forward's: more at its end than at its begin."""
+    """Bytes of a forward's segment: what lives at its end beyond what lived at its begin."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ class Again:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One micro-batch. Bytes are beside weights: activations, and gradients until their unit's are complete."""
+    """One micro-batch. Bytes leave out weights: they are activations, and gradients until their unit has all."""
 
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
     saved_bytes: int
-    """At the end of the forward."""
+    """Bytes at the end of the forward."""
     peak_bytes: int
     moved_bytes: int = 0
-    """Of inputs of blocks that wait elsewhere from their forward until their backward."""
+    """Bytes of inputs of blocks that wait elsewhere from their forward until their backward."""
     on_ssd_bytes: int = 0
-    """Of them, that wait on SSD."""
+    """The part of `moved_bytes` that waits on SSD."""
     again: Mapping[int, Sequence[Again]] = field(default_factory=dict)
-    """Of each block that is recomputed."""
+    """The runs in each block's recomputation, by the index of the block."""
 
     @property
     def flops(self) -> int:
@@ -74,8 +74,8 @@ class StepTrace:
         return sum(each.flops * count for segment in segments for each, count in segment.operations.items())
 
     def with_moved(self, nbytes: int, on_ssd: int = 0) -> StepTrace:
-        """With so many bytes of inputs in host memory, or `on_ssd` of them on SSD: memory is at its peak in the loss or
-        in the first backward of a block, while all of them wait."""
+        """Return a copy with `nbytes` of inputs that wait in host memory, or `on_ssd` of them on SSD. Memory is at its
+        peak in the loss or in the first backward of a block, while all of them wait."""
         return replace(
             self,
             saved_bytes=self.saved_bytes - nbytes,
@@ -86,12 +86,13 @@ class StepTrace:
 
 
 def kept_by_block(plain: StepTrace, checkpointed: StepTrace) -> dict[int, int]:
-    """Bytes that each block saves without checkpointing, beside what it saves with it."""
+    """Return the bytes that each block saves without checkpointing, beyond what it saves with it."""
     found: Counter[int] = Counter()
     for segments, sign in ((plain.forward, 1), (checkpointed.forward, -1)):
         block = None
         for segment in segments:
-            # The block's input may be let go of behind it. What others keep there is in both steps.
+            # The block's input may be freed in the next segment, which has no unit. Other modules keep the same in
+            # both.
             block = block if segment.unit is None else segment.unit
             if block is not None:
                 found[block] += sign * segment.kept_bytes
@@ -99,10 +100,11 @@ def kept_by_block(plain: StepTrace, checkpointed: StepTrace) -> dict[int, int]:
 
 
 def with_kept(checkpointed: StepTrace, plain: StepTrace, kept: Kept) -> StepTrace:
-    """The step that recomputes all blocks, but for what is kept of them, from those that recompute all and none.
+    """Return the step that recomputes all blocks except for what `kept` keeps, from the steps that recompute all blocks
+    and none.
 
-    Memory is at its peak in the loss, where all that is kept is there, or in the backward of the last block, which has
-    all that it saves then, beside what the others keep."""
+    Memory is at its peak in the loss, where all that is kept lives, or in the backward of the last block. That block
+    then has all that it saves, beside what the others keep."""
     saved = kept_by_block(plain, checkpointed)
     of_kept: dict[int | None, Segment] = {
         segment.unit: segment for segment in plain.backward if segment.unit in kept.whole
@@ -138,12 +140,12 @@ class TracedUnit:
 
 def trace_step(model: nn.Module, units: Sequence[TracedUnit], batch: int, seq: int, gpu_memory: int) -> StepTrace:
     """Run a step of `batch` sequences of `seq` tokens. `model`: a causal language model on the meta device, in training
-    mode. `gpu_memory`: of the GPU that is planned for, by which kernels choose their temporary memory. Raises
-    SlideError where the forward needs to see values."""
+    mode. `gpu_memory`: bytes of the planned GPU; kernels choose their temporary memory by it. Raises SlideError where
+    the forward needs to see values."""
     tracer = _Tracer(model, gpu_memory)
     tokens = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     try:
-        # Modes are those of a thread, and autograd has another one for the meta device.
+        # A mode holds for one thread, and autograd has another thread for the meta device.
         alone = torch.autograd.set_multithreading_enabled(False)
         with alone, _listening(units, tracer), _fused_attention(), tracer:
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -165,9 +167,10 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
-    """Tell `tracer` when the forward of a block begins and ends, and when the gradients of a unit are complete, which
-    are then let go of, as the engine does: those of a block when they are packed, those of an outer module, which are
-    copied down from where they are, when the next block's are complete."""
+    """Tell `tracer` when the forward of a block begins and ends, and when the gradients of a unit are complete.
+
+    Gradients are freed when the engine would free them. A block's gradients are freed when they are packed. An outer
+    module's gradients are copied down in place, and freed when the next block's are complete."""
     handles: list[Any] = []
     copied: list[nn.Parameter] = []
     checkpoints: list[tuple[nn.Module, Any]] = []
@@ -187,6 +190,7 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
                         copied.pop().grad = None
                 tracer.complete(index)
 
+        # Hooks on gradients, on the block's forward, and on its checkpoint.
         handles += [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trained]
         if unit.block is not None:
             handles.append(unit.block.register_forward_pre_hook(lambda *_, index=index: tracer.enter(index)))
@@ -206,7 +210,7 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
 
 
 def _checkpoint(written: Any, index: int, tracer: _Tracer, function: Callable[..., Any], *inputs: Any) -> Any:
-    """As the script has it, of a function that tells `tracer` when it is called, also in the recomputation."""
+    """Run the script's own checkpoint on a function that tells `tracer` of each call, also in the recomputation."""
 
     def run(*given: Any) -> Any:
         with tracer.running(index):
@@ -217,8 +221,8 @@ def _checkpoint(written: Any, index: int, tracer: _Tracer, function: Callable[..
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Attention as GPUs have it: its inputs, its output and a number for each row are kept. By the name of the function
-    and not by a mode of torch's functions, which does not reach what backward computes again."""
+    """Replace attention by the kernel that GPUs have: it keeps its inputs, its output and a number for each row. The
+    function is replaced by name, because a mode of torch's functions does not reach recomputation in backward."""
     plain = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = _attention  # type: ignore[assignment]
     try:
@@ -250,9 +254,9 @@ class _Tracer(TorchDispatchMode):
         self.backward: list[Segment] = []
         self.again: defaultdict[int, list[Again]] = defaultdict(list)
         self._recomputed: int | None = None
-        """The block of which a recomputation is under way."""
+        """The block whose recomputation is under way."""
         self._counts: Counter[str] = Counter()
-        """Of the runs of operators in it."""
+        """Runs of each operator in it."""
         self._memory = gpu_memory
         self._at_begin = 0
         """`live` when the newest segment began."""
@@ -266,7 +270,7 @@ class _Tracer(TorchDispatchMode):
 
     @contextmanager
     def running(self, block: int) -> Iterator[None]:
-        """The checkpointed function of a block runs, in forward or again."""
+        """Mark that the checkpointed function of a block runs, in forward or again."""
         self._recomputed = block if self.backward else None
         self._counts.clear()
         try:
@@ -275,7 +279,7 @@ class _Tracer(TorchDispatchMode):
             self._recomputed = None
 
     def _end_forward(self) -> None:
-        """The newest segment of the forward has ended."""
+        """End the newest segment of the forward."""
         self.forward[-1].kept_bytes, self._at_begin = self.live - self._at_begin, self.live
 
     def begin_backward(self) -> None:
@@ -289,7 +293,7 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
-            # A model asks whether nothing is packed or padded, and so it is here.
+            # The model asks whether the batch has no packing and no padding; here it has none.
             return True
         kwargs = kwargs or {}
         made = function(*args, **kwargs)
@@ -309,7 +313,7 @@ class _Tracer(TorchDispatchMode):
         return made
 
     def _keep(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor has brought a storage, which is then counted as long as it lives."""
+        """Return whether the tensor has brought a new storage, which is then counted as long as it lives."""
         key = _key(tensor)
         if key in self._known or not tensor.is_meta:
             return False
@@ -337,4 +341,4 @@ def _loss_workspace(args: Sequence[Any], memory: int) -> int:
 
 
 WORKSPACES: dict[str, Callable[[Sequence[Any], int], int]] = {"ds_slide::linear_cross_entropy": _loss_workspace}
-"""What operators take beside their results and free again, from their arguments and the memory of the GPU."""
+"""Bytes that operators take beside their results and free again, from their arguments and the memory of the GPU."""

@@ -1,7 +1,8 @@
-"""Why the training stood still in a recorded step: each wait, followed to what was behind it.
+"""Why the training stood still in a recorded step: each wait is followed to its cause.
 
-The compute stream waits for the weights of a block; the h2d lane, which brings them, waits meanwhile for the block's
-update; the update lane is busy, or its states are still on their way from the SSD. The last of these is the cause.
+The compute stream waits for the weights of a block. The h2d lane, which brings them, waits meanwhile for the block's
+update. The update lane is busy, or its states are still on their way from the SSD. The last wait in the chain is the
+cause.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ _REQUESTS = {
     "input read": "the input of {} from SSD",
     "input written": "the input of {} on its way to SSD",
 }
-"""In this order: a buffer that is being written holds up the reads after it, but not those that are under way."""
-# What differs between two waits of one kind, beside the unit.
+"""The order matters: a buffer that is being written holds up later reads, but not reads that are under way."""
+# The part of the text that differs between two waits of one kind, beside the unit.
 _NUMBERED = re.compile(r"part \d+ of \d+ of |collective \d+ of rank \d+: ")
 
 SMALLEST_SHARE = 0.001
-"""Of the step, for a wait to be named."""
+"""Least part of the step that a wait needs to be named."""
 
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class LaneShare:
-    """Seconds of one lane in a step. `waited_s`: for something that has a name; in `idle_s` it had nothing to do."""
+    """Seconds of one lane in a step. `waited_s`: waits with a named cause. `idle_s`: the lane had nothing to do."""
 
     lane: str
     busy_s: float
@@ -45,7 +46,7 @@ class LaneShare:
 
 @dataclass(frozen=True)
 class Cause:
-    """A part of a wait of `waiter`, and what it came from. `phase` ends a sentence."""
+    """A part of a wait of `waiter`, and its cause. `phase`: the end of a sentence."""
 
     waiter: str
     what: str
@@ -76,16 +77,17 @@ class LargestWait:
 
 
 UNIT = "{unit}"
-"""Stands in `LargestWait.what` for the unit's name."""
+"""Placeholder for the unit's name in `LargestWait.what`."""
 
 
 def duration(seconds: float) -> str:
-    """For people: "0.31 s", "4.7 ms"."""
+    """Return the text of a duration: "0.31 s", "4.7 ms"."""
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
 
 
 def lane_shares(step: RecordedStep) -> list[LaneShare]:
-    """From the rows of the record. The disk's busy time is that of the statistics: its requests overlap."""
+    """Return the shares from the rows of the record. The disk's requests overlap, so its busy time comes from the
+    statistics."""
     shares = []
     for lane in step.lanes:
         busy = united((work.begin, work.end) for work in step.work if work.lane == lane)
@@ -99,7 +101,7 @@ def lane_shares(step: RecordedStep) -> list[LaneShare]:
 
 
 def largest_waits(step: RecordedStep, count: int = 3) -> list[LargestWait]:
-    """Those of the compute stream and of the script's threads that took longest, by what was behind them."""
+    """Return the longest waits of the compute stream and of the script's threads, grouped by cause."""
     names = re.compile(
         r"(?<![\w.])(" + "|".join(map(re.escape, sorted(step.units, key=len, reverse=True))) + r")(?!\w)"
     )
@@ -120,13 +122,13 @@ def largest_waits(step: RecordedStep, count: int = 3) -> list[LargestWait]:
 
 
 def causes(step: RecordedStep) -> Iterator[Cause]:
-    """Of every wait of the compute stream, and of the script's threads while that computed."""
+    """Yield the causes of all waits of the compute stream, and of the script's threads while the stream computed."""
     stalls = [wait for wait in step.waits if wait.waiter == COMPUTE]
     of_script = [wait for wait in step.waits if wait.of_script]
     search = _Search(step)
     for stall in stalls:
         phase = _phase(step, stall)
-        # While the thread itself stands still inside of the stall, it says better what for.
+        # Where a thread of the script waits inside the stall, its wait names the cause better.
         for begin, end, wait in _refined(stall, of_script):
             for start, stop, what in search.behind(begin, end, wait.what, wait.kept_by):
                 yield Cause(COMPUTE, what, phase, start, stop)
@@ -151,14 +153,14 @@ class _Search:
     def behind(
         self, begin: float, end: float, what: str, lane: str, seen: frozenset[str] = frozenset()
     ) -> Iterator[tuple[float, float, str]]:
-        """(begin, end, cause) of the parts of a wait for `what`, which `lane` brings about."""
+        """Yield (begin, end, cause) for each part of a wait for `what`, which `lane` brings about."""
         left = [(begin, end)]
         for wait in self._waits[lane] if lane not in seen else ():
             for start, stop in clipped(left, wait.begin, wait.end):
                 yield from self.behind(start, stop, wait.what, wait.kept_by, seen | {lane})
             left = _minus(left, [(wait.begin, wait.end)])
         if lane == UPDATE and self._requests:
-            # It is given an update when its states are there: until then it has nothing to do.
+            # The lane gets an update when its states have arrived: until then it has nothing to do.
             idle = _minus(left, self._busy)
             for part in idle:
                 yield from self._disk(part, what)
@@ -167,7 +169,7 @@ class _Search:
 
     def _disk(self, part: Span, what: str) -> Iterator[tuple[float, float, str]]:
         under_way = [request for request in self._requests if clipped([part], request.begin, request.end)]
-        # Those of the unit that is waited for come first.
+        # Requests of the awaited unit come first.
         own = [each for each in under_way if each.unit and re.search(rf"{re.escape(each.unit)}(?!\w)", what)]
         left = [part]
         for request in [*own, *under_way]:
@@ -187,7 +189,7 @@ def _refined(stall: Waited, of_script: Sequence[Waited]) -> Iterator[tuple[float
 
 
 def _phase(step: RecordedStep, wait: Waited) -> str:
-    """By what the compute stream was in, or else came from and went to."""
+    """Return the phase of a wait: what the compute stream was in, or what it came from and went to."""
     if wait.during not in ("", BETWEEN):
         return f"in {wait.during}"
     blocks = sorted((w for w in step.work if w.lane == COMPUTE and w.what != BETWEEN), key=lambda work: work.begin)
@@ -205,7 +207,7 @@ def _phase(step: RecordedStep, wait: Waited) -> str:
 
 
 def united(spans: Iterable[Span]) -> list[Span]:
-    """The times that are in any of them, in order."""
+    """Return the union of the spans, in order."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -216,7 +218,7 @@ def united(spans: Iterable[Span]) -> list[Span]:
 
 
 def clipped(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
-    """What lies between two moments."""
+    """Return the parts of the spans between two moments."""
     return [(max(b, begin), min(e, end)) for b, e in spans if b < end and e > begin]
 
 

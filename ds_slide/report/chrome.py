@@ -1,8 +1,8 @@
 """Recorded steps as a Chrome trace in JSON: Perfetto (ui.perfetto.dev) opens it, and `ds-slide trace` reads it.
 
-`ts` counts microseconds of the host's monotonic clock, which all processes of a machine share: the files of its ranks
-fit together as they are. `otherData.clock.to_unix_s` added to seconds of it is the time of day, by which machines can
-be compared as well as their clocks agree.
+`ts` counts microseconds of the host's monotonic clock. All processes of a machine share it, so the files of its ranks
+fit together unchanged. `otherData.clock.to_unix_s` plus its seconds is the time of day. It compares machines as well as
+their clocks agree.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ds_slide.report.trace import COMPUTE, REQUESTS, Clock, Event, Trace, Wait
 from ds_slide.report.waits import Waits
 
 FORMAT = 2
-"""Of what `otherData` and `args` hold."""
+"""Version of the contents of `otherData` and `args`."""
 WAIT = "wait"
-"""The category of a wait. That of work is its lane."""
+"""The category of a wait. The category of work is its lane."""
 
 
 def write(trace: Trace, clock: Clock, host: Waits, *, rank: int) -> None:
-    """Write the steps that have ended, and say so; a file that cannot be written does not end a training. `host`: it
-    records no more."""
+    """Write the steps that have ended, and log it. A file that cannot be written does not end a training. `host` stops
+    recording."""
     path = trace.request.path
     if not trace.statistics:
         host.take()
@@ -35,7 +35,7 @@ def write(trace: Trace, clock: Clock, host: Waits, *, rank: int) -> None:
             "name an earlier one in ds_slide.trace.steps"
         )
         return
-    # After the last step: its work may still be under way on the device, which the script waits for here.
+    # Work of the last step may still be under way on the device: the script waits for it here.
     clock.marker.synchronize()
     trace.synchronize()
     partial = path.with_name(f"{path.name}.partial")
@@ -53,7 +53,7 @@ def write(trace: Trace, clock: Clock, host: Waits, *, rank: int) -> None:
 
 
 def document(trace: Trace, clock: Clock, host: Waits, rank: int) -> dict[str, Any]:
-    """All of the file. Events are in the order of their time, those that hold others before them."""
+    """Return the whole document. Events are sorted by time, and an event comes before the events inside it."""
     begins = {step: begin for step, begin, _ in trace.steps}
     work, waits = list(trace.events(clock)), list(trace.waits(clock, host))
     rows = _rows([*trace.lanes], {wait.row for wait in waits})
@@ -81,7 +81,8 @@ def document(trace: Trace, clock: Clock, host: Waits, rank: int) -> dict[str, An
 
 
 def _rows(lanes: Sequence[str], of_waits: set[str]) -> list[str]:
-    """From the top: each lane, and below it what it waits for; the script's threads are below the compute lane."""
+    """Return the rows from the top: each lane, and below it its waits. The script's threads are below the compute
+    lane."""
     rows = ["step"]
     for lane in (COMPUTE, *lanes, REQUESTS):
         rows += [lane, *sorted(row for row in of_waits if row.startswith(f"{lane} waits"))]
@@ -105,7 +106,7 @@ def _steps(trace: Trace, rank: int) -> Iterator[dict[str, Any]]:
 
 
 def _work(event: Event, number: int, begin: float, rank: int, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """`begin`: of the event's step, in seconds."""
+    """Yield the records of one event. `begin`: of the event's step, in seconds."""
     details = {
         "step": event.step,
         "lane": event.lane,
@@ -143,7 +144,7 @@ def _wait(wait: Wait, begin: float, rank: int, rows: Sequence[str]) -> dict[str,
 
 
 def _span(begin: float, end: float) -> dict[str, Any]:
-    # The end is rounded, not the duration: what follows begins exactly there, or viewers would take it for a part.
+    # The end is rounded, not the duration: the next event must begin exactly there, or viewers would nest it.
     start = _microseconds(begin)
     return {"ph": "X", "ts": start, "dur": round(_microseconds(end) - start, 3)}
 

@@ -27,8 +27,8 @@ STRIPE = 0.15
 
 @dataclass(frozen=True)
 class Bar:
-    """Work of one row, or its wait, in seconds. `labels`: the first label that has room is written inside. `title`: a
-    viewer of an SVG shows it under the pointer. `stripe`: a colour along the upper edge."""
+    """Work of one row, or its wait, in seconds. `labels`: the first label that has room is written inside. `title`:
+    viewers of an SVG show it under the pointer. `stripe`: a colour along the upper edge."""
 
     row: str
     begin: float
@@ -41,7 +41,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """`rows`: the shown name of each row, from the top. `end`: where a line says that the step ends."""
+    """`rows`: the shown name of each row, from the top. `end`: seconds, where a line marks the end of the step."""
 
     title: str
     rows: dict[str, str]
@@ -50,7 +50,7 @@ class Panel:
 
 
 def require_matplotlib() -> None:
-    """Raise SlideError where it is missing."""
+    """Raise SlideError where matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -58,7 +58,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches. SlideError where matplotlib is missing."""
+    """Return an empty figure; sizes in inches. Raises SlideError where matplotlib is missing."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -66,7 +66,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write the file, in the format of its ending. The same picture has the same bytes. SlideError where that fails."""
+    """Write the file, in the format of its ending. The same picture has the same bytes. Raises SlideError where that
+    fails."""
     from matplotlib import rc_context
 
     is_svg = path.suffix == ".svg"
@@ -84,8 +85,8 @@ def write(figure: Figure, path: Path) -> None:
 def steps_side_by_side(
     panels: Sequence[Panel], legend: Sequence[tuple[str, str]], caption: Sequence[str], width: float = 9.6
 ) -> Figure:
-    """A panel for each step, in it a row for each lane, all of them on one scale of time. `legend`: (colour, what it
-    stands for). `caption`: lines at the bottom. `width`: inches."""
+    """Draw a panel for each step, with a row for each lane, on one scale of time. `legend`: (colour, its meaning).
+    `caption`: lines at the bottom. `width`: inches."""
     rows = [len(panel.rows) for panel in panels]
     lines = len(caption) + (len(legend) - 1) // LEGEND_COLUMNS + 3
     figure = new_figure(width, sum(rows) * ROW_INCHES + len(rows) * TITLE_INCHES + lines * LINE_INCHES)

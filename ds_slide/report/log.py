@@ -1,8 +1,8 @@
 """What a user sees of DS-Slide: the logger "ds_slide", shown on standard error from INFO on.
 
-DeepSpeed's logger is at WARNING, and Python shows nothing below that by itself. A script that has set up logging keeps
-the say: its handlers get the records and ours is silent, so that no line comes twice, and a level that it has given to
-the logger "ds_slide" or to the root logger is the one that counts.
+DeepSpeed's logger is at WARNING, and Python shows nothing below that by itself. A script that has set up logging
+decides: its handlers get the records, and ours is silent, so that no line comes twice. A level that the script has
+given to the logger "ds_slide" or to the root logger holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Console(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not _handled_elsewhere():
-            self.stream = sys.stderr  # as it is now: it may have been replaced since
+            self.stream = sys.stderr  # the present one: it may have been replaced since
             super().emit(record)
 
 
@@ -39,7 +39,7 @@ def show() -> None:
 
 
 def size(nbytes: float) -> str:
-    """Bytes as every message gives them: "1.5 GB", "2.0 MB", and exact below 1 MB: "1,500 bytes"."""
+    """Return the text of bytes in messages: "1.5 GB", "2.0 MB", and exact below 1 MB: "1,500 bytes"."""
     for unit, exponent in (("GB", 9), ("MB", 6)):
         if nbytes >= 10**exponent:
             return f"{nbytes / 10**exponent:,.1f} {unit}"
@@ -55,8 +55,8 @@ def start_line(
     kernels: dict[str, Any],
     shares_out: bool,
 ) -> str:
-    """The line that says what an engine has decided. `memory`: `Parts.memory_report`. `deferred`: None without an
-    optimizer. `kernels`: replaced modules by kind. `shares_out`: spare GPU memory is shared out once it is known."""
+    """Return the line that says what an engine has decided. `memory`: `Parts.memory_report`. `deferred`: None without
+    an optimizer. `kernels`: replaced modules by kind. `shares_out`: spare GPU memory is shared out once it is known."""
     blocks, parameters = memory["blocks"], memory["parameters"]
     replaced = ", ".join(f"{kind} {count}" for kind, count in kernels.items()) or "none"
     rounded = ""
@@ -72,7 +72,7 @@ def start_line(
 
 
 def no_blocks_line(memory: dict[str, int]) -> str:
-    """The line about a model of which nothing can be streamed. `memory`: `Parts.memory_report`."""
+    """Return the line about a model without blocks to stream. `memory`: `Parts.memory_report`."""
     return (
         "this model has no blocks (no layers of one class in it repeat and hold a tenth of its parameters), so all of "
         f"it has to fit on the GPU, {size(memory['gpu_bytes'])} beside activations; if it has layers that could be "

@@ -1,4 +1,5 @@
-"""Reads the files that `ds_slide.report.chrome` writes: recorded steps, their times in seconds from each begin."""
+"""Reads the files that `ds_slide.report.chrome` writes: recorded steps, with times in seconds from each step's
+begin."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ds_slide.report.trace import REQUESTS
 
 @dataclass(frozen=True)
 class Work:
-    """What one lane did. May have begun before the step, and end after it."""
+    """Work of one lane. It may begin before the step, and end after it."""
 
     lane: str
     what: str
@@ -26,7 +27,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Waited:
-    """A wait within the step: fields as in `ds_slide.report.trace.Wait`."""
+    """A wait within the step; `ds_slide.report.trace.Wait` explains the fields."""
 
     row: str
     waiter: str
@@ -40,9 +41,9 @@ class Waited:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of one rank. `begin_unix_s`: time of day; `bound_s`, `bound_lane`: of `slide_stats()`; `ssd_busy_s`: the
-    disk's, whose requests overlap; `units`: names in the engine's order; `lanes`: those that have done something or
-    waited, in the order of the file."""
+    """One step of one rank. `begin_unix_s`: time of day. `bound_s`, `bound_lane`: from `slide_stats()`. `ssd_busy_s`:
+    busy seconds of the disk, whose requests overlap. `units`: names in the engine's order. `lanes`: lanes that have
+    worked or waited, in the order of the file."""
 
     rank: int
     number: int
@@ -58,7 +59,7 @@ class RecordedStep:
 
 
 def read(path: Path) -> list[RecordedStep]:
-    """The steps of one file, in order. SlideError when it is not what an engine of this version has written."""
+    """Return the steps of one file, in order. Raises SlideError where no engine of this version has written it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -94,6 +95,7 @@ def _steps(document: dict[str, Any]) -> Iterator[RecordedStep]:
         for event in events
         if event.get("cat") == "step"
     }
+    # Work and waits have "args"; rows of waits are no lanes.
     detailed = [event for event in events if event["ph"] in ("X", "b") and "args" in event]
     work = [_work(event["args"], spans) for event in detailed if event["cat"] != WAIT]
     waits = [event["args"] for event in detailed if event["cat"] == WAIT]
@@ -103,6 +105,7 @@ def _steps(document: dict[str, Any]) -> Iterator[RecordedStep]:
         begin, seconds = spans[number]
         if not seconds > 0.0:
             raise ValueError(f"step {number}, which has no duration")
+        # Work that overlaps the step, in seconds from its begin.
         of_step = [
             Work(each.lane, each.what, each.unit, each.begin - begin, each.end - begin)
             for each in work
@@ -126,7 +129,7 @@ def _steps(document: dict[str, Any]) -> Iterator[RecordedStep]:
 
 
 def _work(details: dict[str, Any], spans: dict[int, tuple[float, float]]) -> Work:
-    """With its times as in the file."""
+    """Return work with the times of the file."""
     begin, _ = spans[details["step"]]
     lane, what, unit = (str(details[key]) for key in ("lane", "what", "unit"))
     return Work(lane, what, unit, begin + float(details["begin_s"]), begin + float(details["end_s"]))

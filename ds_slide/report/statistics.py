@@ -1,4 +1,4 @@
-"""What each lane did in a step, the bound that follows from it, and which lane set it."""
+"""The work of each lane in a step, the bound that follows from it, and the lane that sets the bound."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ds_slide.report.trace import UNLABELLED, Clock, ComputeTrace, Label, LaneTr
 from ds_slide.report.waits import Waits
 
 OUTER_H2D = "h2d of outer modules"
-"""Copies up beside those of the blocks, on a stream of their own; statistics count them under "h2d"."""
+"""Copies of outer modules to the GPU, on a stream of their own; statistics count them under "h2d"."""
 INPUTS = "inputs of blocks"
-"""Copies of inputs of recomputed blocks to host memory and back, on one stream; as many bytes go down as come up again,
-and statistics count a half of them under "d2h" and one under "h2d"."""
+"""Copies of inputs of recomputed blocks to host memory and back, on one stream. The same bytes go down and come up
+again; statistics count one half under "d2h" and one under "h2d"."""
 UPDATE = "update"
 STREAM_LANES = ("h2d", OUTER_H2D, "d2h", INPUTS, UPDATE)
-"""The lanes that have a meter of their own. Of the update's busy seconds "holding_s" went to gradients that wait for
-the step: those of later micro-batches are added to them as they arrive, and no forward waits for that."""
+"""The lanes with a meter of their own. "holding_s" is the part of the update lane's busy seconds for gradients that
+wait for the step: gradients of later micro-batches are added to them on arrival, and no forward waits for that."""
 SSD = "ssd"
-"""The lane of runs with an SSD tier; reads and writes share the disk, so they are one lane."""
+"""The lane of the disk; reads and writes share the disk, so they are one lane."""
 SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked_s")
-"""Totals of the store since its start; the last two where it keeps checksums."""
+"""Totals of the store since its start; the last two only with checksums."""
 SECONDS_A_DAY = 86_400
 
 
 class Streams(Protocol):
-    """Where the points of a device's work come from (`runtime.device.Device`)."""
+    """Makes the markers in a device's work (`runtime.device.Device`)."""
 
     def stream(self) -> Any: ...
 
@@ -39,7 +39,7 @@ class Streams(Protocol):
 
 
 class LaneMeter:
-    """Busy seconds and bytes of one lane. Device intervals are read when they have passed, never waited for."""
+    """Busy seconds and bytes of one lane. Device intervals are read when they have passed, and never waited for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,16 +47,16 @@ class LaneMeter:
         self._seconds = 0.0
         self._holding = 0.0
         self.taken_holding = 0.0
-        """Of the busy seconds that `take` has returned last, those that went to gradients that wait for the step; for
-        the thread that calls it."""
+        """The part of the busy seconds of the last `take` for gradients that wait for the step. Only the thread that
+        calls `take` reads it."""
         self._bytes = 0
         self._trace: LaneTrace | None = None
 
     def add_span(
         self, begin: float, end: float, moved: int = 0, label: Label = UNLABELLED, *, holds: bool = False
     ) -> None:
-        """Work of the host, in seconds of `time.perf_counter`. `holds`: of a gradient that waits for the step, which
-        `taken_holding` tells apart."""
+        """Count work of the host, in seconds of `time.perf_counter`. `holds`: the work is for a gradient that waits for
+        the step; `taken_holding` counts it apart."""
         with self._lock:
             self._seconds += end - begin
             self._holding += end - begin if holds else 0.0
@@ -65,7 +65,7 @@ class LaneMeter:
                 self._trace.add_span(begin, end, moved, label)
 
     def add_pause(self, begin: float, end: float) -> None:
-        """A wait inside of the span that is added next, which does not count."""
+        """Leave out a wait inside of the span that is added next."""
         with self._lock:
             self._seconds -= end - begin
             if self._trace is not None:
@@ -75,7 +75,7 @@ class LaneMeter:
         with self._lock:
             self._pending.append((start, end, moved, label))
             self._bytes += moved
-            self._collect()  # here too: inference takes no steps
+            self._collect()  # here too, because inference takes no steps
 
     @property
     def is_traced(self) -> bool:
@@ -83,14 +83,14 @@ class LaneMeter:
         return self._trace is not None
 
     def add_stream_wait(self, begin: Marker, end: Marker, what: str) -> None:
-        """For the trace alone: the lane's stream has waited for `what`, and has done nothing else between two markers
-        with times."""
+        """Note for the trace only that the lane's stream has waited for `what`, and has done nothing else between two
+        markers with times."""
         with self._lock:
             if self._trace is not None:
                 self._trace.add_stream_wait(begin, end, what)
 
     def named(self, label: Label) -> AbstractContextManager[None]:
-        """Names the work inside for a profiler while steps are recorded."""
+        """Name the work inside for a profiler while steps are recorded."""
         trace = self._trace
         return nullcontext() if trace is None else trace.named(label)
 
@@ -102,7 +102,7 @@ class LaneMeter:
                 self._trace.add_interval(start, end, moved, label)
 
     def take(self) -> tuple[float, int]:
-        """Busy seconds and bytes since the last call. An interval still under way counts in the next call."""
+        """Return busy seconds and bytes since the last call. An interval still under way counts in the next call."""
         with self._lock:
             self._collect()
             taken = (self._seconds, self._bytes)
@@ -113,12 +113,12 @@ class LaneMeter:
             return taken
 
     def set_trace(self, trace: LaneTrace) -> None:
-        """Record there what is counted from now on."""
+        """Record in `trace` all that is counted from now on."""
         with self._lock:
             self._trace = trace
 
     def end_trace(self) -> None:
-        """Record no more, once the device has done what it has been given; the script waits for that here."""
+        """Stop recording, once the device has done the work under way; the script waits for that here."""
         with self._lock:
             under_way = [end for _, end, _, _ in self._pending]
         for end in under_way:  # without the lock: the lane may go on
@@ -132,7 +132,7 @@ class LaneMeter:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """One step: wall time, the time of the busiest lane (the bound T*), and that lane's name. Seconds and bytes."""
+    """One step: wall time, the busy time of the busiest lane (the bound T*), and its name. Seconds and bytes."""
 
     step: int
     step_s: float
@@ -140,8 +140,8 @@ class StepStatistics:
     bound_lane: str
     lanes: dict[str, dict[str, float | int]]
     ssd: dict[str, Any]
-    """Bytes read, written and checked in this step, seconds of the threads that asked for checks (beside the disk, not
-    in its way), terabytes written a day at this rate, and the store's settings; empty without an SSD tier."""
+    """Bytes read, written and checked in this step, and seconds of checks in the threads that asked, beside the disk's
+    work. Also terabytes written a day at this rate, and the store's settings. It is empty without an SSD tier."""
 
     @property
     def efficiency(self) -> float:
@@ -151,20 +151,20 @@ class StepStatistics:
 class StepRecorder:
     """Statistics of the lanes for every optimizer step, taken when the step ends.
 
-    The compute lane is busy when it is not waiting for another lane: its time is the step's wall time
-    less the measured waits (`stall`). Whatever the host loses between kernels therefore counts as compute.
+    The compute lane is busy when it is not waiting for another lane: its time is the step's wall time less the measured
+    waits (`stall`). Time that the host loses between kernels therefore counts as compute.
     """
 
     def __init__(self, device: Streams, waits: Waits, trace: Trace | None = None, *, rank: int = 0) -> None:
-        """A recorder that has counted nothing. `waits`: of the engine's threads. `trace`: of chosen steps, and `rank`,
-        which its file names."""
+        """Make a recorder that has counted nothing. `waits`: waits of the engine's threads. `trace`: records chosen
+        steps. `rank`: the trace's file names it."""
         self._device = device
         self._waits = waits
         self.meters = {lane: LaneMeter() for lane in STREAM_LANES}
         self.stall = LaneMeter()
         self.requests = Requests()
         self.compute: ComputeTrace | None = None
-        """Where to note what the compute stream begins and ends; None outside of the steps that are recorded."""
+        """Notes what the compute stream begins and ends; None outside of recorded steps."""
         self._trace, self._rank = trace, rank
         self._clock: Clock | None = None
         self._last_end: float | None = None
@@ -174,7 +174,7 @@ class StepRecorder:
 
     @contextmanager
     def stalled(self, what: str) -> Iterator[None]:
-        """The calling thread's stream, on which it computes, waits inside for `what`; nothing else is submitted."""
+        """Measure a wait of the calling thread's compute stream for `what`. Nothing else is submitted inside."""
         before = self._device.mark(timed=True)
         yield
         self.stall.add_interval(before, self._device.mark(timed=True), label=(what, -1))
@@ -231,8 +231,8 @@ class StepRecorder:
         return self.latest
 
     def _begin_trace(self, trace: Trace) -> None:
-        """Begin the trace before the meters are read: what they count after that is of the first chosen step."""
-        # On a stream of its own, on which nothing is before it: passed at once, and nobody waits.
+        """Begin the trace before the meters are read: they then count only the first chosen step."""
+        # The marker is on an empty stream of its own: it is passed at once, without a wait.
         self._clock = Clock(self._device.mark(self._device.stream(), timed=True), time.perf_counter())
         for lane, meter in self.meters.items():
             meter.set_trace(trace.lanes[lane])
@@ -254,7 +254,7 @@ class StepRecorder:
             self.close()
 
     def close(self) -> None:
-        """Write what has been recorded and record no more. Harmless when called twice."""
+        """Write the recorded steps and stop recording. Harmless when called twice."""
         trace, self._trace, self.compute = self._trace, None, None
         if trace is None:
             return
@@ -265,7 +265,7 @@ class StepRecorder:
         chrome.write(trace, clock, self._waits, rank=self._rank)
 
     def as_dict(self, memory: dict[str, int]) -> dict[str, Any]:
-        """The newest finished step in the form of `engine.optimizer.slide_stats()`; empty before the first."""
+        """Return the newest finished step in the form of `engine.optimizer.slide_stats()`; empty before the first."""
         if self.latest is None:
             return {}
         stats = self.latest

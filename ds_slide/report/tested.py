@@ -1,4 +1,4 @@
-"""The packages beside DS-Slide: the versions that it takes, and those that its tests run with.
+"""The packages beside DS-Slide: the versions that it accepts, and the versions of its tests.
 
 tests/cli compares this with pyproject.toml, requirements/ and tests/clients.
 """
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tested:
-    """`version`: of the tests. `accepted`: as packages say it, "" for any. `needed`: DS-Slide does not run without."""
+    """`version`: the tests run with it. `accepted`: a version specifier, "" for any. `needed`: DS-Slide does not run
+    without it."""
 
     version: str
     accepted: str = ""

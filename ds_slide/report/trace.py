@@ -1,7 +1,7 @@
-"""What every lane did and what it waited for, of chosen steps; written as a Chrome trace (`ds_slide.report.chrome`).
+"""The work and the waits of every lane in chosen steps; written as a Chrome trace (`ds_slide.report.chrome`).
 
-Nothing is recorded outside of the chosen steps, and nobody waits for the device inside of them: lanes hand over the
-markers that their statistics are read from, and these become seconds when the last step has ended.
+Nothing is recorded outside of the chosen steps, and no thread waits for the device inside of them. Lanes hand over the
+markers that their statistics are read from. The markers become seconds when the last step has ended.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any, NamedTuple, Protocol
 from ds_slide.report.waits import THREAD_PREFIX, NoRanges, Ranges, Waits
 
 Label = tuple[str, int]
-"""(what is done, number of the unit in the order of the engine's units)"""
+"""(what is done, index of the unit among the engine's units)"""
 UNLABELLED: Label = ("", -1)
 NO_RANGES = NoRanges()
 BETWEEN = "outside of the blocks"
-"""What the compute lane does that is no forward or backward of a block: the outer modules, the loss, the script."""
+"""Work of the compute lane that is no forward or backward of a block: the outer modules, the loss, the script."""
 COMPUTE, REQUESTS = "compute", "ssd"
 SHORTEST_WAIT_S = 1e-5
-"""What is shorter is not shown as a wait: the two markers around one that has nothing to wait for lie 2 us apart on the
-CPU."""
+"""A shorter wait is not shown: the two markers around a wait for nothing lie 2 us apart on the CPU."""
 
 
 class Marker(Protocol):
@@ -42,14 +41,15 @@ class Marker(Protocol):
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Which steps of an engine are recorded, counted from 1 as in `slide_stats()["step"]`, and the file they go to."""
+    """The recorded steps of an engine, counted from 1 like `slide_stats()["step"]`, and the file that they go to."""
 
     path: Path
     first: int
     last: int
 
     def of_rank(self, rank: int, world_size: int) -> TraceRequest:
-        """The same with a file of its own for every rank of several: "step.json" becomes "step.rank1.json"."""
+        """Return the request of one rank. Each of several ranks has its own file: "step.json" becomes
+        "step.rank1.json"."""
         if world_size == 1:
             return self
         return TraceRequest(self.path.with_suffix(f".rank{rank}{self.path.suffix}"), self.first, self.last)
@@ -57,8 +57,8 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Event:
-    """One piece of work of one lane. `begin` and `end` in seconds from the begin of the step that counts it: work that
-    was under way then has a negative begin."""
+    """One piece of work of one lane. `begin`, `end`: seconds from the begin of the step that counts it. Work that was
+    under way at that time has a negative begin."""
 
     step: int
     lane: str
@@ -71,27 +71,27 @@ class Event:
 
 @dataclass(frozen=True)
 class Wait:
-    """One wait, cut at the begin and the end of its step, in seconds from that begin."""
+    """One wait, cut at the begin and the end of its step, in seconds from the step's begin."""
 
     step: int
     row: str
-    """A lane may wait on its stream while its thread waits for something else: these are two rows."""
+    """The row in the picture. A lane may wait on its stream while its thread waits for something else: two rows."""
     waiter: str
     """A lane, or a thread of the script."""
     what: str
-    """It waited for, as the end of a sentence."""
+    """What the waiter waited for, as the end of a sentence."""
     kept_by: str
-    """Who brings that about, a lane mostly; empty where that is not known."""
+    """The thread that brings it about, mostly a lane; empty where it is not known."""
     during: str
-    """What the compute stream was in, where it is that which waits."""
+    """What the compute stream was in, for a wait of the compute stream."""
     of_script: bool
-    """A thread of the script waits, and none of the engine's."""
+    """Whether a thread of the script waits, and none of the engine's."""
     begin: float
     end: float
 
 
 class _Raw(NamedTuple):
-    """`begin` and `end`: markers, or seconds of `time.perf_counter`. A tuple takes a third of a dataclass's time."""
+    """`begin`, `end`: markers, or seconds of `time.perf_counter`. A tuple takes a third of a dataclass's time."""
 
     label: Label
     begin: Marker | float
@@ -100,7 +100,7 @@ class _Raw(NamedTuple):
 
 
 class LaneTrace:
-    """What one meter has counted, step by step. Called by the meter, which holds its lock."""
+    """All that one meter has counted, step by step. The meter calls it and holds its own lock."""
 
     def __init__(self, units: Sequence[str] = (), ranges: Ranges = NO_RANGES) -> None:
         self._units, self._ranges = units, ranges
@@ -113,7 +113,7 @@ class LaneTrace:
         self._open.append(_Raw(label, begin, end, nbytes))
 
     def add_pause(self, begin: float, end: float) -> None:
-        """A time inside of the next span that does not count as the lane's own."""
+        """Leave out a time inside of the next span: it does not count as the lane's own."""
         self._pauses.append((begin, end))
 
     def add_span(self, begin: float, end: float, nbytes: int, label: Label) -> None:
@@ -123,10 +123,10 @@ class LaneTrace:
         pauses, self._pauses = self._pauses, []
         for start, stop in _without(begin, end, pauses):
             self._open.append(_Raw(label, start, stop, nbytes))
-            nbytes = 0  # of a span with pauses, its first part has the bytes
+            nbytes = 0  # the first part of a span with pauses has all bytes
 
     def add_stream_wait(self, begin: Marker, end: Marker, what: str) -> None:
-        """The lane's stream has waited for `what` between two markers."""
+        """Note that the lane's stream has waited for `what` between two markers."""
         self.stream_waits.append(_Raw((what, -1), begin, end))
 
     @contextmanager
@@ -139,19 +139,19 @@ class LaneTrace:
             self._ranges.end_range(range_)
 
     def cut(self) -> None:
-        """The step under way ends here."""
+        """End the step under way."""
         self.steps.append(self._open)
         self._open = []
 
     def end(self) -> None:
-        """Nothing more comes. What the device was behind with when the last step ended belongs to that."""
+        """End the recording. Work that the device did late belongs to the last step."""
         if self.steps:
             self.steps[-1] += self._open
 
 
 class ComputeTrace:
-    """Where forwards and backwards of blocks begin and end on the compute stream. Called by the thread that computes,
-    which is autograd's during a backward: one at a time."""
+    """The begins and ends of blocks' forwards and backwards on the compute stream. The thread that computes calls it,
+    one at a time; during a backward that is autograd's thread."""
 
     def __init__(self, units: Sequence[str] = (), ranges: Ranges = NO_RANGES) -> None:
         self._units, self._ranges = units, ranges
@@ -167,7 +167,8 @@ class ComputeTrace:
             self._named[label] = self._ranges.begin_range(_name(label, self._units))
 
     def leave(self, label: Label, point: Marker) -> None:
-        """What was entered before goes on, such as the backward that a recomputed forward is a part of."""
+        """Leave `label`. The label that was entered before goes on, such as the backward around a recomputed
+        forward."""
         if label in self._inside:
             self._inside.remove(label)
             self._ranges.end_range(self._named.pop(label))
@@ -182,14 +183,14 @@ class ComputeTrace:
 
 
 class Requests:
-    """Requests of the SSD tier from when they are given to the store until they are complete; several at a time."""
+    """Requests of the SSD tier, from their submission to the store until they are complete; several at a time."""
 
     def __init__(self) -> None:
         self.trace: LaneTrace | None = None
         self._lock = threading.Lock()
 
     def around(self, what: str, order: int, nbytes: int, then: Callable[[], None]) -> Callable[[], None]:
-        """`then`, or, while steps are recorded, a function that records the request and calls `then`."""
+        """Return `then`. While steps are recorded, return a function that records the request and calls `then`."""
         if self.trace is None:
             return then
         begin = time.perf_counter()
@@ -214,9 +215,9 @@ class Requests:
 
 @dataclass(frozen=True)
 class Clock:
-    """A marker and the host's time of it, by which markers become seconds of `time.perf_counter`.
+    """A marker and its time on the host. It turns other markers into seconds of `time.perf_counter`.
 
-    The marker is recorded on a stream that has nothing to do, so it is passed within microseconds, unwaited for."""
+    The marker is recorded on an idle stream, so that it is passed within microseconds, and without a wait."""
 
     marker: Marker
     seconds: float
@@ -238,13 +239,13 @@ class Trace:
         self.compute = ComputeTrace(units, ranges)
         self.requests = LaneTrace()
         self.statistics: list[dict[str, Any]] = []
-        """Of the steps that have ended, as in `slide_stats()`."""
+        """Statistics of the steps that have ended, in the form of `slide_stats()`."""
         self._ranges = ranges
         self._range: Any = None
         self._ends: list[float] = []
 
     def begin(self, seconds: float) -> None:
-        """The first chosen step begins; what the meters counted before it was cut off is not of it."""
+        """Begin the first chosen step. Earlier counts of the meters are dropped: they belong to the step before."""
         self._ends = [seconds]
         for lane in (*self.lanes.values(), self.stall, self.requests):
             lane.steps.clear()
@@ -261,7 +262,7 @@ class Trace:
 
     @property
     def steps(self) -> Iterator[tuple[int, float, float]]:
-        """(number, begin, end in seconds of `time.perf_counter`) of the steps that have ended."""
+        """(number, begin, end) of the steps that have ended, in seconds of `time.perf_counter`."""
         for index, (begin, end) in enumerate(zip(self._ends, self._ends[1:], strict=False)):
             yield self.request.first + index, begin, end
 
@@ -276,14 +277,14 @@ class Trace:
                 wait.end.synchronize()
 
     def events(self, clock: Clock) -> Iterator[Event]:
-        """Lane by lane of every step. Events of one lane do not overlap, but for requests of the SSD. All markers have
-        been passed."""
+        """Yield the events of every step, lane by lane. Events of one lane do not overlap, except for requests of the
+        SSD. All markers have been passed."""
         points, stalls = self._passed(clock)
         for index, (step, begin, end) in enumerate(self.steps):
             for name, lane in (*self.lanes.items(), (REQUESTS, self.requests)):
                 for raw in lane.steps[index]:
                     start, stop = clock.of(raw.begin), clock.of(raw.end)
-                    if start >= end:  # of a step that has not ended
+                    if start >= end:  # the event belongs to a step that has not ended
                         continue
                     yield self._event(step, name, raw.label, start - begin, stop - begin, raw.nbytes)
             holes = [(start, stop) for start, stop, _ in _within(stalls, begin, end)]
@@ -292,8 +293,8 @@ class Trace:
                     yield self._event(step, COMPUTE, label, start - begin, stop - begin, 0)
 
     def waits(self, clock: Clock, host: Waits) -> Iterator[Wait]:
-        """Of every step and row. Those of one row do not overlap, but for a wait inside of another one of its thread.
-        All markers have been passed. `host`: what the threads have waited for; it records no more."""
+        """Yield the waits of every step and row. Waits of one row do not overlap, except for a wait inside another wait
+        of its thread. All markers have been passed. `host`: the waits of threads; it stops recording."""
         threads = host.take()
         keepers = {what: thread.removeprefix(THREAD_PREFIX) for what, thread in host.keepers.items()}
         scripts = {wait.thread for wait in threads if not wait.thread.startswith(THREAD_PREFIX)}
@@ -319,8 +320,8 @@ class Trace:
                     yield wait(f"{waiter} waits", waiter, of_thread.what, span)
 
     def _passed(self, clock: Clock) -> tuple[list[tuple[float, Label]], list[tuple[float, float, str]]]:
-        """What the compute stream has begun, and its stalls, in seconds of `time.perf_counter`."""
-        # Of all steps: a device that is behind the host does what a step has asked for in the next one.
+        """Return what the compute stream has begun, and its stalls, in seconds of `time.perf_counter`."""
+        # All steps are searched: a device that is behind the host does a step's work in the next step.
         points = [(clock.of(point), label) for of_step in self.compute.steps for point, label in of_step]
         stalls = [raw for of_step in self.stall.steps for raw in of_step]
         return points, [(clock.of(raw.begin), clock.of(raw.end), raw.label[0]) for raw in stalls]
@@ -329,7 +330,7 @@ class Trace:
     def _computed(
         points: Sequence[tuple[float, Label]], begin: float, end: float
     ) -> Iterator[tuple[float, float, Label]]:
-        """What the compute stream was in, from the begin of a step to its end, one after the other."""
+        """Yield what the compute stream was in, one after the other, from the begin of a step to its end."""
         first = bisect.bisect_left(points, begin, key=lambda point: point[0])
         at, inside = begin, points[first - 1][1] if first else UNLABELLED
         for moment, label in points[first:]:
@@ -357,13 +358,13 @@ def _within(stalls: Iterable[tuple[float, float, str]], begin: float, end: float
 
 
 def _shown(begin: float, end: float, first: float, last: float) -> tuple[float, float] | None:
-    """The part of a wait that lies between two moments, if it is worth showing."""
+    """Return the part of a wait between two moments, if it is worth showing."""
     begin, end = max(begin, first), min(end, last)
     return (begin, end) if end - begin >= SHORTEST_WAIT_S else None
 
 
 def _without(begin: float, end: float, holes: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """What is left of a span."""
+    """Yield the parts of a span outside of the holes."""
     for start, stop in sorted(holes):
         if start >= end:
             break

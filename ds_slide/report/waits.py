@@ -1,4 +1,4 @@
-"""Which thread of the host stood still and what for, while steps are recorded."""
+"""Waits of the host's threads and their causes, while steps are recorded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 THREAD_PREFIX = "ds_slide-"
-"""Of the names of the engine's own threads. All others are its clients: the thread that computes, above all."""
+"""Prefix of the names of the engine's own threads. All other threads are its clients: mainly the thread that
+computes."""
 
 
 class Ranges(Protocol):
@@ -20,7 +21,7 @@ class Ranges(Protocol):
 
 
 class NoRanges:
-    """Of a trace without a device."""
+    """Replaces the profiler in a trace without a device."""
 
     def begin_range(self, name: str) -> None: ...
 
@@ -28,7 +29,7 @@ class NoRanges:
 
 
 class HostWait(NamedTuple):
-    """`begin` and `end` in seconds of `time.perf_counter`; `what`: it waited for, as the end of a sentence."""
+    """`begin`, `end`: seconds of `time.perf_counter`. `what`: what the thread waited for, as the end of a sentence."""
 
     thread: str
     what: str
@@ -37,36 +38,37 @@ class HostWait(NamedTuple):
 
 
 class Waits:
-    """Called by all threads. A list's append and a dictionary's entry are one operation each, so nothing is locked."""
+    """Collects waits from all threads. A list's append and a dictionary's entry are one operation each, so there is no
+    lock."""
 
     def __init__(self, ranges: Ranges) -> None:
-        """Records nothing until `is_recording` is set."""
+        """Make a collection that records nothing until `is_recording` is set."""
         self.is_recording = False
         self.keepers: dict[str, str] = {}
-        """The thread that has brought about what is waited for, by its name: a lane that may itself have waited."""
+        """The thread that has brought an awaited thing about, by the thing: a lane that may itself have waited."""
         self.under_way: Callable[[], list[HostWait]] = list
-        """Waits that have not ended, as if they ended now."""
+        """Returns the waits that have not ended, as if they ended now."""
         self._ranges = ranges
         self._ended: list[HostWait] = []
 
     def begin(self, what: str) -> Any:
-        """A wait begins while steps are recorded. -> for `end`."""
+        """Begin a wait while steps are recorded. Returns the range for `end`."""
         return self._ranges.begin_range(f"waits for {what}")
 
     def end(self, thread: str, what: str, begin: float, range_: Any) -> None:
-        """It ends. One that began before steps were recorded (`range_` None) counts, too, and one that ends after has
-        been seen as under way."""
+        """End a wait. A wait that began before steps were recorded (`range_` None) counts, too. A wait that ends after
+        the recording was counted as under way."""
         if self.is_recording:
             self._ended.append(HostWait(thread, what, begin, time.perf_counter()))
         if range_ is not None:
             self._ranges.end_range(range_)
 
     def kept(self, what: str) -> None:
-        """The calling thread has brought `what` about. Called while steps are recorded."""
+        """Note that the calling thread has brought `what` about. Called while steps are recorded."""
         self.keepers[what] = threading.current_thread().name
 
     def take(self) -> list[HostWait]:
-        """All that have ended since the recording began, and those under way; records no more."""
+        """Return all waits that have ended since the recording began or are under way, and stop recording."""
         self.is_recording = False
-        # One that is just ending may be in both.
+        # A wait that is just ending may be in both.
         return list({(wait.thread, wait.begin): wait for wait in [*self.under_way(), *self._ended]}.values())

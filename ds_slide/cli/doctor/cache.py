@@ -24,11 +24,11 @@ from ds_slide.plan.ceilings.process import measure_process
 from ds_slide.runtime.updates.threads import update_cores
 
 _MEASURED_AS = 2
-"""Another number for each change of what is measured, or of how: figures of before are not taken then."""
+"""A change of what is measured, or of how, takes another number: older figures are then not used."""
 
 
 def folder() -> Path:
-    """Of the kept measurements."""
+    """Return the folder of the kept measurements."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "ds_slide" / "ceilings"
 
@@ -38,12 +38,12 @@ def cpu_name() -> str:
 
 
 def gpu_computes() -> bool:
-    """Whether a GPU is what computes, as DeepSpeed's accelerator has it."""
+    """Whether a GPU computes, by the rule of DeepSpeed's accelerator."""
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
 def machine_key() -> dict[str, Any]:
-    """What a measurement depends on, without its disks."""
+    """Return what a measurement depends on, without the disks."""
     return {
         "measured_as": _MEASURED_AS,
         "cpu": cpu_name(),
@@ -53,7 +53,7 @@ def machine_key() -> dict[str, Any]:
         if gpu_computes()
         else [],
         "torch": torch.__version__,
-        # What a process takes before an engine is built is mostly theirs.
+        # These libraries take most of a process's memory before an engine is built.
         "transformers": installed_version("transformers"),
         "deepspeed": installed_version("deepspeed"),
         "kernel": platform.release(),
@@ -63,9 +63,9 @@ def machine_key() -> dict[str, Any]:
 def of_this_machine(
     paths: Sequence[Path] = (), *, refresh: bool = False, failed: Callable[[str], None] | None = None
 ) -> Ceilings:
-    """The ceilings, those that were kept where the machine is the same; of the disks below `paths`, or, where there are
-    none, of those that were measured before. `failed` is told why a process cannot be measured, which is tried again
-    for who asks why. Raises SlideError where a path cannot be measured."""
+    """Return the ceilings; kept measurements are used where the machine is the same. They have the disks below `paths`,
+    or without paths all disks that were measured before. `failed`: gets the reason why a process cannot be measured.
+    With it a failed measurement is tried again. Raises SlideError where a path cannot be measured."""
     key = machine_key()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = folder() / f"{digest}.json"
@@ -94,7 +94,7 @@ def of_this_machine(
 
 
 def _process(failed: Callable[[str], None] | None) -> int | None:
-    """Return the bytes of a process; None where it fails, of which `failed` is told."""
+    """Return the bytes of a process; None where measuring fails. `failed` gets the reason."""
     try:
         return measure_process(on_gpu=gpu_computes())
     except SlideError as error:
@@ -114,7 +114,8 @@ def _disk(path: Path) -> DiskCeilings:
 
 
 def _kept(file: Path, key: dict[str, Any]) -> Ceilings | None:
-    """None for a file that is not there, was made of another machine, or is damaged: it is measured again."""
+    """Return the kept ceilings; None where the file is missing, is from another machine, or is damaged. Then they are
+    measured again."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, SlideError):
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["key"] == key:
@@ -123,7 +124,7 @@ def _kept(file: Path, key: dict[str, Any]) -> Ceilings | None:
 
 
 def _keep(file: Path, key: dict[str, Any], ceilings: Ceilings) -> None:
-    """A folder that cannot be written costs the next command its seconds, and nothing else."""
+    """Write the file. Where the folder cannot be written, the next command only measures again."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_suffix(f".{os.getpid()}")

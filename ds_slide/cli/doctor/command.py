@@ -21,8 +21,8 @@ NO_DISKS = ("tmpfs", "ramfs", "overlay")
 
 
 def run(arguments: argparse.Namespace, say: Any) -> int:
-    """Answer with `say`, line by line. 0 where DS-Slide can run here, whatever is missing; 1 where it cannot. Raises
-    SlideError for a path that cannot be measured."""
+    """Answer with `say`, line by line. Return 0 where DS-Slide can run here, whatever is missing, and 1 where it
+    cannot. Raises SlideError for a path that cannot be measured."""
     found = findings()
     can_run = not any(each.fatal for each in found)
     paths = [expanded_directory(path, "--path") for path in arguments.path] or _usual_paths()
@@ -52,7 +52,7 @@ def _ceilings(paths: Sequence[Path], *, refresh: bool, failed: Callable[[str], N
 
 
 def _usual_paths() -> list[Path]:
-    """The folder for temporary files, where it is on a disk."""
+    """Return the folder for temporary files, where it is on a disk."""
     folder = Path(tempfile.gettempdir()).resolve()
     parts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     mount = next((str(parent) for parent in (folder, *folder.parents) if str(parent) in parts), "/")
@@ -69,7 +69,7 @@ def _disks(ceilings: Ceilings, paths: Sequence[Path]) -> Iterator[Finding]:
 
 
 def _process(ceilings: Ceilings, why: Sequence[str]) -> Finding:
-    """`why`: the reasons for which it is not measured."""
+    """Return the finding about a process's memory. `why`: the reasons why it is not measured."""
     if ceilings.process_bytes is None:
         advice = "mend what stops it; until then `ds-slide plan` takes what such a process took elsewhere"
         return Finding("process", f"not measured ({'; '.join(why)})", advice)

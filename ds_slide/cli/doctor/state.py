@@ -1,4 +1,4 @@
-"""The state of this machine: what DS-Slide finds here, and for each thing that is missing what to do."""
+"""The state of this machine: what DS-Slide finds here, and what to do about each missing thing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_slide.report.tested import TESTED, Tested
 
 @dataclass(frozen=True)
 class Finding:
-    """`state`: what is there. `advice`: what to do about it, "" where nothing is. `fatal`: DS-Slide cannot run."""
+    """`state`: what is there. `advice`: what to do about it; "" for nothing. `fatal`: DS-Slide cannot run."""
 
     name: str
     state: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """All of them, the packages last."""
+    """Return all findings, the packages last."""
     looks: tuple[Callable[[], Finding], ...] = (
         _system,
         _instructions,
@@ -171,7 +171,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def package(name: str, tested: Tested, installed: str | None) -> Finding:
-    """What is to be said of a package of which the version `installed` is there, None for none."""
+    """Return the finding about a package. `installed`: its version here; None where it is missing."""
     if installed is None:
         advice = f'pip install "{name}{tested.accepted}"' if tested.needed or tested.accepted else ""
         return Finding(name, "not installed", advice, fatal=tested.needed)
@@ -184,7 +184,7 @@ def package(name: str, tested: Tested, installed: str | None) -> Finding:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a package, None where it is not there."""
+    """Return the version of a package; None where it is missing."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -199,7 +199,7 @@ def _text(path: str) -> str:
 
 
 def versions(found: Mapping[str, Tested] = TESTED) -> dict[str, dict[str, str | None]]:
-    """Installed, tested and accepted versions by package."""
+    """Return the installed, tested and accepted versions by package."""
     return {
         name: {"installed": installed_version(name), "tested": tested.version, "accepted": tested.accepted}
         for name, tested in found.items()

@@ -28,13 +28,14 @@ from ds_slide.plan.forecast import Forecast, Room
 from ds_slide.report import drawing
 
 LEAST_SIZE = 1 << 20
-"""Bytes of memory; less is a number whose unit was forgotten."""
+"""Bytes of memory; a smaller number has lost its unit."""
 ELSEWHERE = "h200-16-cores"
-"""The ceilings for a GPU that this machine does not have, where nobody names others."""
+"""The ceilings for a GPU that this machine does not have, where no option names others."""
 
 
 def run(arguments: argparse.Namespace, say: Any) -> int:
-    """Answer with `say`, line by line. 0: it fits; 1: it does not. Raises SlideError for what cannot be planned."""
+    """Answer with `say`, line by line. Return 0 where it fits, 1 where it does not. Raises SlideError for a run that
+    cannot be planned."""
     if arguments.plot:
         drawing.require_matplotlib()
     request, notes = _request(arguments)
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace, say: Any) -> int:
 
 
 def _fit(planner: Planner, request: Request, arguments: argparse.Namespace, notes: list[str], say: Any) -> int:
-    """Whether it fits, with which batch, and where not with which change."""
+    """Print whether the model fits, the largest batch, and if it does not fit, the smallest change that helps."""
     one = replace(request, batch=request.batch or 1)
     short = shortage(planner, one)
     if short is not None:
@@ -101,7 +102,7 @@ def _answer(
 
 
 def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
-    """What the options ask for, and what was assumed."""
+    """Return the request of the options, and notes on what was assumed."""
     try:
         raw = json.loads(Path(arguments.deepspeed_config).read_text(encoding="utf-8"))
     except OSError as error:
@@ -112,6 +113,7 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         raise SlideConfigError(f"--deepspeed_config {arguments.deepspeed_config} is not JSON ({error})") from error
     if not isinstance(raw, dict):
         raise SlideConfigError(f"--deepspeed_config {arguments.deepspeed_config} holds no object")
+    # The room: options first, and then the memory of the machine with the ceilings.
     ceilings, notes = _ceilings(arguments)
     sizes = {name: _size(arguments, name) for name in ("gpu_memory", "host_memory", "nvme_memory")}
     gpu = sizes["gpu_memory"]
@@ -119,6 +121,7 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         gpu = ceilings.gpu.memory_bytes
     process, host = ceilings.process_of(on_gpu=gpu is not None), sizes["host_memory"] or ceilings.cpu.memory_bytes
     room = Room(gpu, host, sizes["nvme_memory"], arguments.ranks, process)
+    # Notes on what the forecast leaves out.
     if gpu is not None:
         notes.append(
             "the host's time is not forecast, beyond a floor: a step of a small model may be forecast up to 20 % short"
@@ -139,7 +142,7 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
 
 
 def _size(arguments: argparse.Namespace, name: str) -> int | None:
-    """Bytes of an option, None where it is not given."""
+    """Return the bytes of an option; None where it is not given."""
     text, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
     if text is None:
         return None
@@ -160,18 +163,18 @@ def _ceilings(arguments: argparse.Namespace) -> tuple[Ceilings, list[str]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The subspace of compressed gradients that `"d": "auto"` stands for: the largest that still hides.
+# The subspace of compressed gradients that `"d": "auto"` stands for: the largest whose work is still hidden.
 
 STEP = 64
-"""Of d, which is a multiple of it: rows of whole cache lines."""
+"""d is a multiple of this number: rows have whole cache lines."""
 HIDDEN = 1.02
-"""Of what the GPU computes: transfers and updates of a step that takes no longer are hidden. Where not even those of
-the smallest d are (a vocabulary matrix on a slow link), of that one's step."""
+"""Factor on the GPU's computing time: transfers and updates of a step that takes no longer are hidden. Where not even
+the smallest d hides them (a vocabulary matrix on a slow link), the factor applies to the step with the smallest d."""
 
 
 def with_subspace(planner: Planner, request: Request) -> tuple[Request, list[str]]:
-    """The request with a number in the place of `"d": "auto"`, and a sentence that says which; as it is without. Raises
-    as `Planner.steady`."""
+    """Return the request with a number in the place of `"d": "auto"`, and a sentence that names the number; a request
+    without "auto" is unchanged. Raises what `Planner.steady` raises."""
     compression: Any = request.raw.get(CONFIG_KEY, {}).get("compression")
     if not isinstance(compression, dict) or compression.get("d", AUTO) != AUTO:
         return request, []
@@ -187,7 +190,7 @@ def with_subspace(planner: Planner, request: Request) -> tuple[Request, list[str
     least = planner.steady(with_d(low)).time.step_s
     if hides(high):
         low = high
-    while high - low > STEP:  # what has to be hidden grows with d
+    while high - low > STEP:  # the work to hide grows with d
         middle = (low + high) // 2 // STEP * STEP
         low, high = (middle, high) if hides(middle) else (low, middle)
     note = f'ds_slide.compression.d is "auto" and taken for {low}, the largest that hides at this batch; write it'
@@ -195,7 +198,7 @@ def with_subspace(planner: Planner, request: Request) -> tuple[Request, list[str
 
 
 def _most(planner: Planner, request: Request) -> int:
-    """Half of the smaller side of the largest matrix that is compressed, in steps."""
+    """Return half of the smaller side of the largest compressed matrix, as a multiple of `STEP`."""
     plans = [unit for unit in planner.planned(request).unit_plans if unit.spec.compressed]
     side = max(min(entry.shape) for unit in plans for entry in unit.layout.entries)
     return max(STEP, side // 2 // STEP * STEP)

@@ -1,5 +1,5 @@
-"""Inputs of recomputed blocks that wait in host memory or on SSD, by the engine's own functions, from predicted
-figures."""
+"""Inputs of recomputed blocks that wait in host memory or on SSD. The engine's own functions choose them, from
+predicted figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from ds_slide.plan.trace import StepTrace
 
 @dataclass(frozen=True)
 class Inputs:
-    """What checkpointing saves of the blocks that the engine has taken over. `limit`: of `ds_slide.host_memory`."""
+    """The inputs that checkpointing saves of the blocks that the engine has taken over. `limit`:
+    `ds_slide.host_memory`."""
 
     blocks: tuple[Input, ...]
     plan: Plan
@@ -45,8 +46,8 @@ class Inputs:
         *,
         has_ssd: bool,
     ) -> Inputs:
-        """`trace`: of a step that recomputes these blocks: what the forward of one leaves behind is its input.
-        `has_ssd`: the JSON opens an SSD tier."""
+        """Return the inputs of the blocks `taken_over`. `trace`: a step that recomputes these blocks, so that a block's
+        forward leaves only its input. `has_ssd`: the JSON opens an SSD tier."""
         kept: Counter[int] = Counter()
         for segment in trace.forward:
             if segment.unit is not None and segment.unit in taken_over:
@@ -55,7 +56,7 @@ class Inputs:
         return cls(blocks, plan, room, limit, has_ssd)
 
     def unmeasured(self, activations: Activations) -> Activations:
-        """`activations` with the inputs that move in the first steps, when nobody knows what a batch needs."""
+        """Return `activations` with the inputs that move in the first steps, before a batch's need is known."""
         if self.room.gpu_for_plan is None:
             return activations
         nbytes = sum(each.nbytes for each in self.blocks)
@@ -63,7 +64,7 @@ class Inputs:
         return self.within(math.inf, activations) if moves_unmeasured(nbytes, free) else activations
 
     def within(self, missing: float, activations: Activations) -> Activations:
-        """`activations` with the inputs that move so that `missing` bytes of the GPU come free."""
+        """Return `activations` with the inputs that move so that `missing` bytes of the GPU come free."""
         movable, host = movable_inputs(self.blocks), self._host_bytes(0)
         on_ssd, buffers = 0.0, 0
         if self.has_ssd and sum(each.nbytes for each in movable) > host:
@@ -83,7 +84,8 @@ class Inputs:
         )
 
     def _host_bytes(self, buffers: int) -> float:
-        """Bytes that inputs may take beside the buffers of those that go to SSD, which no limit of the JSON counts."""
+        """Return the host bytes for inputs, beside `buffers` bytes for inputs on SSD, which no limit of the JSON
+        counts."""
         free = self._free_host_bytes(buffers)
         return max(0.0, free if self.limit is None else min(free, self.limit - self.plan.host_bytes))
 

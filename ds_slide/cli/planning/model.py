@@ -1,4 +1,4 @@
-"""The model that is planned for: built on the meta device, where it takes no memory."""
+"""The planned model, built on the meta device, where it takes no memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def preset_names() -> list[str]:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A causal language model by its config. `name`: of a preset, or the directory. `adapter`: PEFT's config of what is
-    trained beside frozen weights, None where all weights are trained."""
+    """A causal language model by its config. `name`: a preset's name, or the directory. `adapter`: PEFT's config of the
+    trained part beside frozen weights; None where all weights are trained."""
 
     name: str
     config: Any
@@ -34,7 +34,7 @@ class ModelShape:
 
     @classmethod
     def named(cls, name: str) -> ModelShape:
-        """Of a preset or a Hugging Face directory. Raises SlideConfigError for neither."""
+        """Return the shape of a preset or a Hugging Face directory. Raises SlideConfigError for neither."""
         from transformers import AutoConfig
 
         if (Path(name) / "config.json").is_file():
@@ -52,7 +52,7 @@ class ModelShape:
         )
 
     def build(self) -> Any:
-        """A new one in training mode, in fp32. Raises SlideConfigError where it is no causal language model."""
+        """Build a new model in training mode, in fp32. Raises SlideConfigError where it is no causal language model."""
         from transformers import AutoModelForCausalLM
 
         self.config.use_cache = False
@@ -72,7 +72,7 @@ class ModelShape:
         return sum(parameter.numel() for parameter in self.build().parameters())
 
     def family(self) -> list[ModelShape]:
-        """The presets of the same kind, the largest first."""
+        """Return the presets of the same kind, the largest first."""
         found = [ModelShape.named(name) for name in preset_names()]
         same = [
             replace(shape, adapter=self.adapter) for shape in found if shape.config.model_type == self.config.model_type
@@ -81,7 +81,8 @@ class ModelShape:
 
 
 def read_adapter(text: str) -> Any:
-    """PEFT's config: LoRA on all linear layers where `text` is a rank, or else of the directory `text`.
+    """Return PEFT's config: LoRA on all linear layers where `text` is a rank, otherwise the one in the directory
+    `text`.
 
     Raises SlideConfigError without PEFT, for a rank of 0, and for a directory without an adapter_config.json.
     """
@@ -105,7 +106,7 @@ def read_adapter(text: str) -> Any:
 
 
 def _with_adapter(model: Any, adapter: Any) -> Any:
-    """As a script of PEFT prepares it for training with gradient checkpointing."""
+    """Return the model that a PEFT script prepares for training with gradient checkpointing."""
     import peft
 
     try:
@@ -118,12 +119,12 @@ def _with_adapter(model: Any, adapter: Any) -> Any:
 
 
 def set_checkpointing(model: nn.Module, on: bool) -> None:
-    """Recompute blocks in backward, as Trainer's `gradient_checkpointing`, or keep what they save."""
+    """Make blocks recompute in backward, like Trainer's `gradient_checkpointing`, or keep what they save."""
     either: Any = model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that older versions of transformers do not have
         if not on:
             either.gradient_checkpointing_disable()
             return
-        # There are no random numbers on the meta device to be kept.
+        # The meta device has no random numbers that have to be kept.
         either.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})

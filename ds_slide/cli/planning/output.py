@@ -1,4 +1,4 @@
-"""The answer of `ds-slide plan`: as a JSON object, as text and as a picture."""
+"""The answer of `ds-slide plan` as a JSON object, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCHEMA = 1
-"""Of the JSON; a later one has other names or meanings."""
+"""Version of the JSON; a later version has other names or meanings."""
 TIERS = {"gpu": "GPU", "host": "host", "ssd": "SSD"}
 
 
 def as_dict(forecast: Forecast, **found: Any) -> dict[str, Any]:
-    """`found`: what was searched for beside it, by the names of the answer."""
+    """Return the JSON object of a forecast. `found`: results of further searches, by their names in the answer."""
     time, plan, room, first = forecast.time, forecast.plan.report(), forecast.room, forecast.first or forecast
     return {
         "schema": SCHEMA,
@@ -61,7 +61,7 @@ def as_dict(forecast: Forecast, **found: Any) -> dict[str, Any]:
 
 
 def _decided(forecast: Forecast) -> dict[str, int]:
-    """About spare GPU memory, in numbers of blocks, and of units that have moved (outer modules among them)."""
+    """Return the decisions about spare GPU memory as numbers of blocks, and of moved units (with outer modules)."""
     placement, activations = forecast.plan.placement, forecast.activations
     blocks = {index for index, unit in enumerate(forecast.plan.units) if unit.kind == "block"}
     checkpointed, kept, mixed = map(len, (activations.checkpointed, activations.kept.whole, activations.kept.mixed))
@@ -95,7 +95,7 @@ def refusal(short: DoesNotFit, change: str | None) -> dict[str, Any]:
 
 
 def sentence(short: DoesNotFit, change: str | None) -> str:
-    """What is short where, and what makes it fit."""
+    """Return the sentence that says what is short where, and what makes it fit."""
     missing = short.needed - short.available
     return (
         f"{TIERS[short.tier]} tier: the run needs {format_bytes(short.needed)}, but {format_bytes(short.available)} "
@@ -108,7 +108,7 @@ def _tier(entries: Mapping[str, int], available: int | None) -> dict[str, Any]:
 
 
 def as_text(answer: Mapping[str, Any], name: str) -> Iterator[str]:
-    """The lines of an answer that fits. `name`: of the model."""
+    """Yield the lines of an answer that fits. `name`: the model's name."""
     ranks = f" on each of {answer['ranks']} ranks" if answer["ranks"] > 1 else ""
     times = f", {answer['micro_batches']} micro-batches a step" if answer["micro_batches"] > 1 else ""
     yield f"{name}, {answer['parameters']:,} parameters: {answer['batch']} x {answer['seq']} tokens{ranks}{times}"
@@ -196,7 +196,7 @@ def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple
 
 
 def picture(answer: Mapping[str, Any], name: str) -> Figure:
-    """What every tier holds, and how long every lane is busy."""
+    """Draw what every tier holds, and how long every lane is busy."""
     figure = drawing.new_figure(9, 5)
     tiers, lanes = figure.subplots(2, 1)
     for tier, found in answer["tiers"].items():

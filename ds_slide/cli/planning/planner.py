@@ -35,12 +35,12 @@ from ds_slide.plan.trace import (
 from ds_slide.runtime.activations.checkpointing import FLAG
 
 IN_TWO_PASSES = ("AdamW", "Lion")
-"""Rules of which the CPU may do the weights and the states apart."""
+"""Rules whose weights and states the CPU may update apart."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is planned. `raw`: the JSON as it was written. `batch`: sequences of a micro-batch, None for the JSON's."""
+    """One run to plan. `raw`: the JSON as it was written. `batch`: sequences of a micro-batch; None: the JSON's."""
 
     shape: ModelShape
     raw: Mapping[str, Any]
@@ -51,11 +51,11 @@ class Request:
     checkpointing: bool = True
 
     def with_block(self, **settings: Any) -> Request:
-        """With other values in the "ds_slide" block."""
+        """Return a copy with other values in the "ds_slide" block."""
         return replace(self, raw={**self.raw, CONFIG_KEY: {**self.raw.get(CONFIG_KEY, {}), **settings}})
 
     def with_sections_on_ssd(self, *sections: str) -> Request:
-        """With the device "nvme" in these sections of "zero_optimization"."""
+        """Return a copy with the device "nvme" in these sections of "zero_optimization"."""
         raw: dict[str, Any] = copy.deepcopy(dict(self.raw))
         for section in sections:
             there = raw["zero_optimization"].get(section) or {}
@@ -65,17 +65,17 @@ class Request:
 
 @dataclass
 class Planner:
-    """Keeps what it has traced: a trace takes a second or two, all else little."""
+    """Makes forecasts, and keeps its traces: a trace takes a second or two, all else little."""
 
     _traces: dict[Any, _Traced] = field(default_factory=dict)
     _bare: dict[str, Any] = field(default_factory=dict)
-    """Models as a script has them, by their names."""
+    """Models without kernels, like a script's, by their names."""
     _prepared: dict[Any, Any] = field(default_factory=dict)
     """Models with the kernels that an engine puts into them."""
 
     def planned(self, request: Request) -> Planned:
-        """What an engine would be built from. Raises SlideConfigError for what an engine would refuse, and DoesNotFit
-        where what it places does not fit."""
+        """Return what an engine would be built from. Raises SlideConfigError for a request that an engine would refuse,
+        and DoesNotFit where the plan does not fit."""
         raw, notes = filled(request.raw, request.batch, request.room.ranks)
         name = request.shape.name
         if name not in self._bare:
@@ -84,12 +84,13 @@ class Planner:
         return replace(found, notes=[*notes, *found.notes])
 
     def forecast(self, request: Request) -> Forecast:
-        """Of the first steps, which are what has to fit: as `planned`; what the activations add is in the forecast's
-        own `shortage`. Raises SlideError where the model cannot be traced."""
+        """Return the forecast of the first steps, which have to fit. Raises what `planned` raises, and SlideError where
+        the model cannot be traced. The forecast's own `shortage` also counts the activations."""
         return self._case(request).forecast()
 
     def steady(self, request: Request) -> Forecast:
-        """Of the steps after the engine has decided about spare GPU memory. Raises as `forecast`."""
+        """Return the forecast of the steps after the engine has decided about spare GPU memory. Raises what `forecast`
+        raises."""
         case = self._case(request)
         slide = case.planned.settings.slide
         plain, keepable = case.trace, []
@@ -101,12 +102,14 @@ class Planner:
                 mixed = mixtures([each.run for each in again], saved[index]) if slide.activations == "auto" else ()
                 keepable.append(Keepable(index, saved[index], case.recomputation_s(again), mixed))
 
+        # Inputs that have to leave the GPU come free for the decision.
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
         spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied, case.rates.copy)
         placed, moved = case.planned.plan, Activations()
         if request.room.gpu is not None:
             moved = case.inputs.within(spare.inputs_missing(placed), moved)
         spare = replace(spare, needed=spare.needed - moved.moved_bytes)
+        # The engine's own functions decide, and the decision is forecast.
         steps, passes = Steps(case, plain, moved), 2 * case.planned.micro_batches
         found = decide(Question(placed, spare, keepable, steps, slide.gpu_states == "auto", passes))
         activations = replace(
@@ -140,11 +143,11 @@ class Planner:
                 if on_gpu:
                     apply_kernels(model, slide.kernels, "cuda")
                 if slide.stream_head:
-                    # Its gradient is made and sent down row by row, and never there as a whole.
+                    # The head's gradient is made and sent down row by row, and is never on the GPU as a whole.
                     model.get_output_embeddings().weight.requires_grad_(False)
                 self._prepared[run] = model
             model = self._prepared[run]
-            with contextlib.suppress(ValueError):  # a model that has no checkpointing runs without
+            with contextlib.suppress(ValueError):  # a model without checkpointing runs without it
                 set_checkpointing(model, checkpointing)
             units = _units_of(model, planned)
             step = trace_step(model, units, batch, request.seq, request.room.gpu or 0)
@@ -162,31 +165,31 @@ class _Traced:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a forecast is made from."""
+    """The input of a forecast."""
 
     request: Request
     planned: Planned
     batch: int
     trace: StepTrace
-    """With nothing kept and nothing moved."""
+    """The step with nothing kept and nothing moved."""
     checkpointed: frozenset[int]
     inputs: Inputs
     rates: Rates
 
     def work(self, plan: Plan, trace: StepTrace, *, two: bool = True) -> Work:
-        """Return what a step asks for. `two`: updates may be done in two passes, where the rule's can."""
+        """Return the work of a step. `two`: updates may be done in two passes, where the rule allows it."""
         planned, rule = self.planned, self.planned.settings.rule
         assert rule is not None
         two = two and planned.settings.slide.update_passes != 1 and rule.name in IN_TWO_PASSES
         return work_of(plan, trace, self.rates, planned.micro_batches, two=two)
 
     def recomputation_s(self, again: Sequence[Again]) -> float:
-        """Return the seconds of a step in which `again` runs."""
+        """Return the seconds that the runs `again` take in a step."""
         runs = Counter(chain.from_iterable(each.operations for each in again))
         return self.planned.micro_batches * max(self.rates.seconds(runs), self.rates.launches(runs))
 
     def forecast(self) -> Forecast:
-        """Before anything is decided."""
+        """Return the forecast before the engine decides anything."""
         activations = self.inputs.unmeasured(Activations(self.checkpointed))
         trace = self.trace.with_moved(activations.moved_bytes, activations.on_ssd_bytes)
         return self._forecast(self.planned.plan, trace, activations, None)
@@ -213,7 +216,7 @@ class _Case:
 
 @dataclass(frozen=True)
 class Steps:
-    """Forecasts of steps that keep more or less. `plain`: the trace of one that recomputes nothing."""
+    """Forecasts of steps that keep more or less. `plain`: the trace of a step that recomputes nothing."""
 
     case: _Case
     plain: StepTrace
@@ -228,7 +231,7 @@ class Steps:
 
 
 def _takes_over(request: Request, planned: Planned) -> bool:
-    """Whether the engine decides which blocks are recomputed, be it that the script asks for it or not."""
+    """Whether the engine decides which blocks are recomputed, with or without a script that asks for recomputation."""
     slide = planned.settings.slide
     return slide.activations != "as_written" and bool(request.room.gpu or slide.gpu_memory)
 

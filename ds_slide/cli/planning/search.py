@@ -12,19 +12,19 @@ from ds_slide.plan.forecast import Forecast
 
 MOST_BATCH = 1 << 16
 ENOUGH = 0.98
-"""Of the most tokens a second: a larger batch for the rest is not worth its memory."""
+"""Part of the most tokens a second: a larger batch for the rest is not worth its memory."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """`sentence`: what to do, as it follows a semicolon."""
+    """`sentence`: what to do, in words that follow a semicolon."""
 
     sentence: str
     request: Request
 
 
 def shortage(planner: Planner, request: Request) -> DoesNotFit | None:
-    """The tier that is too small for a run, None where it fits."""
+    """Return the tier that is too small for a run; None where the run fits."""
     try:
         return planner.forecast(request).shortage()
     except DoesNotFit as error:
@@ -36,7 +36,8 @@ def fits(planner: Planner, request: Request) -> bool:
 
 
 def largest_batch(planner: Planner, request: Request) -> int:
-    """Sequences of a micro-batch, to an eighth, which is what a forecast is good for; 0 where not even one fits."""
+    """Return the most sequences of a micro-batch, to an eighth, the precision of a forecast; 0 where not even one
+    fits."""
     request = without_whole_batch(request)
 
     def fitting(batch: int) -> bool:
@@ -49,10 +50,10 @@ def largest_batch(planner: Planner, request: Request) -> int:
     room = request.room.host if request.room.gpu is None else request.room.gpu
 
     def bracket(low: int) -> tuple[int, int]:
-        """A batch that fits, at least `low`, which does, and one that does not."""
+        """Return a batch that fits and a batch that does not. `low`: a batch that fits."""
         high = low + 1 if low == 1 else 2 * low
         while high <= MOST_BATCH and fitting(high):
-            # Activations grow with the tokens, and nothing else does: as far as the last ones say.
+            # Only activations grow with the tokens: the last two batches tell how fast.
             each = (taken(high) - taken(low)) / (high - low)
             further = high + int((room - taken(high)) / max(each, 1.0)) + 1
             low, high = high, max(2 * high, min(further, 16 * high))
@@ -69,7 +70,7 @@ def largest_batch(planner: Planner, request: Request) -> int:
             middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
             low, high = (middle, high) if fitting(middle) else (low, middle)
             interpolates = not interpolates
-        # A larger batch fits again where it is the first whose inputs of blocks wait in host memory.
+        # A larger batch may fit again: the first batch whose inputs of blocks wait in host memory does.
         further = high + high // 8
         if further > MOST_BATCH or not fitting(further):
             return low
@@ -77,12 +78,13 @@ def largest_batch(planner: Planner, request: Request) -> int:
 
 
 def without_whole_batch(request: Request) -> Request:
-    """With the micro-batches of a step as they are, whatever their size."""
+    """Return a copy that keeps the number of micro-batches of a step, whatever their size."""
     return replace(request, raw={key: value for key, value in request.raw.items() if key != "train_batch_size"})
 
 
 def recommended(planner: Planner, request: Request, largest: int) -> Forecast:
-    """The smallest batch of those of a power of two, and the largest one, with nearly the most tokens a second."""
+    """Return the forecast of the smallest batch with nearly the most tokens a second, from the powers of two and
+    `largest`."""
     request = without_whole_batch(request)
     batches = [1 << power for power in range(largest.bit_length()) if 1 << power < largest] + [largest]
     forecasts = [planner.steady(replace(request, batch=batch)) for batch in batches[-5:]]
@@ -91,7 +93,7 @@ def recommended(planner: Planner, request: Request, largest: int) -> Forecast:
 
 
 def largest_model(planner: Planner, request: Request) -> str | None:
-    """The name of the largest preset of the model's kind that fits with the same batch."""
+    """Return the name of the largest preset of the model's kind that fits with the same batch."""
     for shape in request.shape.family():
         if fits(planner, replace(request, shape=shape)):
             return shape.name
@@ -99,7 +101,7 @@ def largest_model(planner: Planner, request: Request) -> str | None:
 
 
 def smallest_change(planner: Planner, request: Request, short: DoesNotFit) -> Change | None:
-    """The first change that makes the run fit, of those that cost least; None where none does."""
+    """Return the first change that makes the run fit, the cheapest changes first; None where none does."""
     candidates = {"gpu": _for_gpu, "host": _for_host, "ssd": _for_ssd}[short.tier]
     for make in candidates(planner, request):
         try:
@@ -126,6 +128,7 @@ def _for_gpu(planner: Planner, request: Request) -> Iterator[Callable[[], Change
         rounded = request.with_block(compression={**compression, "master_dtype": "bf16"})
         yield lambda: Change('set "ds_slide": {"compression": {"master_dtype": "bf16"}}', rounded)
 
+    # A smaller batch comes after changes of the JSON that cost less.
     def smaller_batch() -> Change | None:
         batch = largest_batch(planner, request)
         best, block = (batch, request) if batch else (largest_batch(planner, small), small)
@@ -162,7 +165,8 @@ def _for_ssd(planner: Planner, request: Request) -> Iterator[Callable[[], Change
 
 
 def _more(planner: Planner, request: Request, tier: str) -> Change | None:
-    """As many bytes as are needed, the rest as it is: twice as many are tried, as often as it takes to fit."""
+    """Return the change to the least memory of `tier` that fits. The bytes are doubled until the run fits, and then
+    narrowed down by halving."""
     have: int = getattr(request.room, tier)
     low, high = have, 2 * have
     while high < 1 << 50 and not fits(planner, replace(request, room=replace(request.room, **{tier: high}))):

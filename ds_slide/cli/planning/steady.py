@@ -1,6 +1,6 @@
-"""What the engine decides after its first steps, by its own functions, from predicted figures instead of measured ones.
+"""The engine's decisions after its first steps: its own functions make them, from predicted figures.
 
-The sums that stand in for a measurement are those of `ds_slide.runtime.memory.spare_memory`.
+The sums that replace a measurement are the same as in `ds_slide.runtime.memory.spare_memory`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ class Forecaster(Protocol):
     """Knows one training step."""
 
     def step(self, plan: Plan, kept: Kept, /, *, two: bool = True) -> Step:
-        """Return it with this plan and these activations kept. `two`: its updates may be done in two passes."""
+        """Return the step with this plan and these activations kept. `two`: its updates may be done in two passes."""
 
 
 @dataclass(frozen=True)
 class Spare:
-    """What is known of the GPU beside a plan. `needed`: bytes of a batch with nothing kept. `limit`: of
-    `ds_slide.gpu_memory`. `tied`: states cannot always go back when a batch begins. `memory_rate`: bytes a second of
-    the GPU's memory."""
+    """The GPU's memory beside a plan. `needed`: bytes of a batch with nothing kept. `limit`: `ds_slide.gpu_memory`.
+    `tied`: states cannot always go back when a batch begins. `memory_rate`: bytes a second of the GPU's memory."""
 
     room: Room
     needed: int
@@ -47,7 +46,7 @@ class Spare:
         return self.room.gpu is not None or self.limit is not None
 
     def bytes_beside(self, plan: Plan) -> float:
-        """What a batch leaves, of the GPU and of the limit."""
+        """Return the bytes that a batch leaves, of the GPU and of the limit."""
         rooms: list[float] = []
         if self.room.gpu is not None and self.room.gpu_for_plan is not None:
             rooms.append(spare_bytes(self._free(plan), self.needed, MARGIN_SHARE * self.room.gpu))
@@ -56,7 +55,7 @@ class Spare:
         return min(rooms)
 
     def inputs_missing(self, plan: Plan) -> float:
-        """Bytes of inputs that have to leave the GPU for the batch."""
+        """Return the bytes of inputs that have to leave the GPU for the batch."""
         return inputs_missing(self._free(plan), self.needed, MARGIN_SHARE * (self.room.gpu or 0))
 
     def _free(self, plan: Plan) -> int:
@@ -65,7 +64,8 @@ class Spare:
 
 @dataclass(frozen=True)
 class Question:
-    """What is decided about. `keepable`: blocks, by the number of the unit. `passes`: of a step through the window."""
+    """The input of a decision. `keepable`: blocks, by the index of the unit. `passes`: passes of a step through the
+    window."""
 
     plan: Plan
     spare: Spare
@@ -77,7 +77,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Decision:
-    """`plan`: with promoted units. `kept`: activations. `before`: plan and activations of the steps in between."""
+    """`plan`: the plan with promoted units. `kept`: activations. `before`: plan and activations of the steps in
+    between."""
 
     plan: Plan
     kept: Kept
@@ -85,15 +86,15 @@ class Decision:
 
 
 def decide(question: Question) -> Decision:
-    """Return what the engine decides, after as many looks as it takes."""
+    """Return the engine's decision after all its decision steps."""
     plan, kept, spare = question.plan, Kept(), question.spare
     if not spare.exists:
         return Decision(plan, kept)
     decided: list[tuple[Plan, Kept]] = []
     for look in LOOKS:
         coming = question.forecaster.step(plan, kept)
-        # The updates of the step that is measured first are queued by the one before it, whose own are the first of
-        # all: the host makes every page of the states then, for seconds, which no second pass would hide.
+        # The step before the first measured step queues its updates. That step's own updates are the first of all: the
+        # host then makes every page of the states, for seconds, which no second pass would hide.
         step = question.forecaster.step(plan, kept, two=False) if look == LOOKS[0] else coming
         room, reserve = for_states(spare.bytes_beside(plan), spare.needed, tied=spare.tied)
         slots = window_slots(plan, question.passes)
@@ -109,14 +110,14 @@ def decide(question: Question) -> Decision:
 
 
 def window_slots(plan: Plan, passes: int) -> Slots:
-    """Return the window's slots, as `ds_slide.runtime.memory.states` has them."""
+    """Return the window's slots, like `ds_slide.runtime.memory.states`."""
     window, blocks = plan.placement.window, len(streamed(plan.units, plan.placement))
     nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
     return Slots(min(window, blocks), least_slots(window, plan.needs), nbytes, blocks, passes)
 
 
 def _movable(plan: Plan) -> list[Movable]:
-    """Units in host memory or on SSD whose states may go to the GPU."""
+    """Return the units in host memory or on SSD whose states may go to the GPU."""
     there = plan.placement.on_gpu | plan.placement.promoted
     return movable_states(
         plan, (index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, unit))
@@ -124,7 +125,7 @@ def _movable(plan: Plan) -> list[Movable]:
 
 
 def _may_move(plan: Plan, unit: UnitSize) -> bool:
-    """As `ds_slide.runtime.memory.tier_moves.why_fixed` has it of a unit that is there."""
+    """Whether the unit may move, by the rules of `ds_slide.runtime.memory.tier_moves.why_fixed` for a built unit."""
     needs: Needs = plan.needs
     is_short = any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs)
     fixed = unit.kind == "part" or bool(unit.passing_numel) or is_short

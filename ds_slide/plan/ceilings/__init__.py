@@ -1,1 +1,1 @@
-"""What a machine can do at most, by measurement: the plan's times are made from it."""
+"""The highest rates of a machine, by measurement. The plan's times are made from them."""

@@ -20,8 +20,8 @@ PRESETS = Path(__file__).resolve().parents[2] / "configs" / "ceilings"
 ATTENTION_WIDTH = 128
 """Elements of each head in the attention that is measured."""
 _OF_WIDTH = 0.4
-"""The rate of attention grows with this power of the width, up to `ATTENTION_WIDTH`: heads of 64 elements, which have
-as many exponentials, reach 0.70 to 0.85 of the rate of those of 128 with 512 to 32,768 tokens
+"""The rate of attention grows with this power of the width, up to `ATTENTION_WIDTH`. Heads of 64 elements have the same
+exponentials, and reach 0.70 to 0.85 of the rate of heads of 128, with 512 to 32,768 tokens
 (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
 
 
@@ -34,32 +34,32 @@ class _Figures(BaseModel):
 
 
 class GpuCeilings(_Figures):
-    """Of a GPU and its link. Rates in units of 10^9 bytes a second; a copy on the device reads and writes."""
+    """The ceilings of a GPU and its link, in 10^9 bytes a second. A copy on the device counts reads and writes."""
 
     name: str
     memory_bytes: int = Field(gt=0)
     product_tflop_s: Mapping[str, float] = Field(min_length=1)
-    """Of bf16 matrix products, by "ROWSxCOLUMNSxINNER"."""
+    """Rates of bf16 matrix products, by "ROWSxCOLUMNSxINNER"."""
     copy_gb_s: float = Field(gt=0)
     h2d_gb_s: float = Field(gt=0)
     d2h_gb_s: float = Field(gt=0)
     both_ways_gb_s: float = Field(gt=0)
-    """Each way, when both carry at once."""
+    """The rate of each way, when data moves in both."""
     attention_tflop_s: Mapping[_Keys, _Rate] = {}
     attention_backward_tflop_s: Mapping[_Keys, _Rate] = {}
-    """Of causal attention, by the number of keys. Empty: not measured, as in files of before."""
+    """Rates of causal attention, by the number of keys. Empty: not measured, for instance in older files."""
 
     def product_flops(self, shape: Sequence[int] | None) -> float:
-        """Floating-point operations a second in products of `shape`: those of the nearest one that was measured."""
+        """Return the FLOP a second of products of `shape`: the rate of the nearest shape that was measured."""
         rates = {tuple(map(int, name.split("x"))): rate * 1e12 for name, rate in self.product_tflop_s.items()}
         if shape is None:
             return max(rates.values())
         return rates[min(rates, key=lambda measured: _distance(measured, shape))]
 
     def attention_flops(self, keys: int, width: int, *, backward: bool) -> float | None:
-        """Floating-point operations a second in attention over `keys` keys with heads of `width` elements; None where
-        it was not measured with two lengths. The seconds of one are a constant and a part that is shared by the keys,
-        as with the shortest and the longest sequence that were measured."""
+        """Return the FLOP a second of attention over `keys` keys with heads of `width` elements; None where it was not
+        measured with two lengths. The seconds of one FLOP are a constant, and a part divided by the number of keys.
+        Both are fitted to the shortest and the longest sequence that were measured."""
         given = self.attention_backward_tflop_s if backward else self.attention_tflop_s
         seconds = sorted((int(name), 1e-12 / rate) for name, rate in given.items())
         if len(seconds) < 2:
@@ -71,7 +71,7 @@ class GpuCeilings(_Figures):
 
 
 class CpuCeilings(_Figures):
-    """Of the processor and its memory. `update_gb_s`: read and written by the updates on all their threads."""
+    """The ceilings of the processor and its memory. `update_gb_s`: read and written by updates on all their threads."""
 
     name: str
     memory_bytes: int = Field(gt=0)
@@ -79,11 +79,11 @@ class CpuCeilings(_Figures):
     update_threads: int = Field(gt=0)
     copy_gb_s: float = Field(gt=0)
     product_tflop_s: float | None = None
-    """Of bf16 matrix products, where there is no GPU."""
+    """The rate of bf16 matrix products, where there is no GPU."""
 
 
 class DiskCeilings(_Figures):
-    """Of the file system at `path`. `mixed_gb_s`: reads and writes together."""
+    """The ceilings of the file system at `path`. `mixed_gb_s`: reads and writes together."""
 
     path: str
     read_gb_s: float = Field(gt=0)
@@ -95,29 +95,29 @@ class DiskCeilings(_Figures):
 
 
 class Ceilings(_Figures):
-    """Of one machine. `source`: when and how they were measured. `gpu`: None where there is none."""
+    """The ceilings of one machine. `source`: when and how they were measured. `gpu`: None where there is none."""
 
     source: str
     cpu: CpuCeilings
     gpu: GpuCeilings | None = None
     disks: tuple[DiskCeilings, ...] = ()
     process_bytes: int | None = Field(default=None, gt=0)
-    """Of host memory: a process that trains, with the GPU where there is one, before an engine is built. None: not
-    measured, as in files of before."""
+    """Host bytes of a process that trains (with the GPU if there is one) before an engine is built. None: not measured,
+    for instance in older files."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_before(cls, found: Any) -> Any:
-        """Leave out what files of before have of the host's time."""
+        """Leave out the host's times, which older files have."""
         of_host = ("operation_s", "engine_operation_s", "engine_visit_s")
         return {key: found[key] for key in found if key not in of_host} if isinstance(found, Mapping) else found
 
     def process_of(self, *, on_gpu: bool) -> int | None:
-        """`process_bytes` where they are those of a process that computes there, None where it was the other one."""
+        """Return `process_bytes` where the measured process computed there (GPU or host); otherwise None."""
         return self.process_bytes if on_gpu == (self.gpu is not None) else None
 
     def text(self) -> str:
-        """As a file holds them."""
+        """Return the text of a file that holds them."""
         return json.dumps(self.model_dump(), indent=2) + "\n"
 
 
@@ -130,8 +130,8 @@ def preset_names() -> list[str]:
 
 
 def read_ceilings(name: str) -> Ceilings:
-    """Of a preset, or of a file that `ds-slide doctor --json` has written. Raises SlideError for neither, and for a
-    file with something else in it."""
+    """Return the ceilings of a preset, or of a file that `ds-slide doctor --json` has written. Raises SlideError for
+    neither, and for a file with other contents."""
     path = PRESETS / f"{name}.json"
     if not path.is_file():
         path = Path(name)
@@ -150,7 +150,7 @@ def read_ceilings(name: str) -> Ceilings:
 
 
 def checked(found: Any, where: str) -> Ceilings:
-    """`found`, read from `where`. Raises SlideError for what are no ceilings."""
+    """Return `found`, read from `where`, as ceilings. Raises SlideError where it is none."""
     try:
         return Ceilings.model_validate(found)
     except ValidationError as error:

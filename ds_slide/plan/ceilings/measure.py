@@ -1,4 +1,4 @@
-"""Measures the ceilings of this machine, in seconds."""
+"""Measures the ceilings of this machine, within seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from ds_slide.store.directories.run_files import RunFiles
 from ds_slide.store.ssd.bandwidth import bandwidths
 
 UPDATE_BYTES = 26
-"""Of a parameter, AdamW in fp32: gradient read; both parts of the split master and both moments read and written."""
+"""Bytes a parameter that AdamW in fp32 moves: gradient read; both parts of the split master and both moments read and
+written."""
 SHAPES = (
     (8192, 8192, 8192),
     (16384, 4864, 896),
@@ -29,28 +30,29 @@ SHAPES = (
     (16384, 2048, 11008),
     (8192, 18944, 3584),
 )
-"""Of matrix products, rows x columns x inner: a square, and those of blocks of models of 0.5, 3 and 7 G parameters."""
+"""Matrix products, rows x columns x inner: a square, and products in blocks of models of 0.5, 3 and 7 G parameters."""
 _ATTENTION = ((8, 2048), (1, 32768))
 _HEADS = 16
-"""Attention is measured with these sequences and tokens, and with so many heads of `ATTENTION_WIDTH`, as blocks of
-models of 3 G parameters have them."""
+"""Attention is measured with these sequences and tokens, and with this number of heads of `ATTENTION_WIDTH`, which
+blocks of models of 3 G parameters have."""
 _COPY_BYTES = 512 << 20
 _CPU_SHAPE = (512, 512, 512)
 _UPDATED, _MOST_UNITS = 32 << 20, 8
-"""Elements of a unit, 0.5 GB, and how many of them are updated in turn, as an engine does. One alone nearly fits caches
-of 480 MB, which there are: a host did 226 GB/s with it and 145 under an engine, where others did 140 and 120 to 130
-(benchmarks/results/2026-11-25_nvidia-h100_held-out.md)."""
+"""Elements of a unit, 0.5 GB, and the number of units that are updated in turn, like in an engine. One unit alone
+nearly fits a cache of 480 MB, which some hosts have. Such a host did 226 GB/s with one unit and 145 under an engine,
+where others did 140 and 120 to 130 (benchmarks/results/2026-11-25_nvidia-h100_held-out.md)."""
 _ROUNDS = 5
 _WARM_S = 0.3
-"""Of products on a GPU before those that count: soon its power limits it to the rate that it can hold (backwards of
-blocks of 11.9 ms each took 12.8 from the fourth on, benchmarks/results/2026-11-23_nvidia-h200_timeline-slide.json)."""
+"""Seconds of products on a GPU before the products that count: soon its power limits it to the rate that it can hold
+(backwards of blocks of 11.9 ms each took 12.8 from the fourth on,
+benchmarks/results/2026-11-23_nvidia-h200_timeline-slide.json)."""
 _PRODUCTS_S = 0.5
-"""The products that count take at least so long: under that limit 20 ms of them do 569 to 764 TFLOP/s on an H100
+"""Least seconds of the products that count: under that limit 20 ms of them do 569 to 764 TFLOP/s on an H100
 (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
 
 
 def gpu_ceilings(device: torch.device) -> GpuCeilings:
-    """Of a CUDA device. Takes 2 GiB there and 1 GiB of page-locked memory."""
+    """Measure the ceilings of a CUDA device. Takes 2 GiB there and 1 GiB of page-locked memory."""
     # Random contents: zeros run measurably faster through the matrix units.
     host_out = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8).pin_memory()
     host_in = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -90,9 +92,9 @@ def gpu_ceilings(device: torch.device) -> GpuCeilings:
 
 
 def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
-    """With the right matrix as the weight of a linear layer lies in memory, [columns, inner]. As [inner, columns] it is
-    slower in some shapes: 16384x11008x2048 did 532 to 636 TFLOP/s so on H100s, and 670 as a linear layer has it
-    (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
+    """Measure the TFLOP/s of one product. The right matrix lies in memory like a linear layer's weight, [columns,
+    inner]. Stored as [inner, columns] it is slower in some shapes: 16384x11008x2048 did 532 to 636 TFLOP/s then on
+    H100s, and 670 like a linear layer (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
     rows, columns, inner = shape
     left = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
     right = torch.randn(columns, inner, device=device, dtype=torch.bfloat16).t()
@@ -112,7 +114,7 @@ def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
 
 
 def _repeat(work: Callable[[], object], least_s: float) -> float:
-    """The mean seconds of one run of `work` on a GPU, of as many as `least_s` takes."""
+    """Run `work` on a GPU until `least_s` has passed, and return the mean seconds of one run."""
     begin = now = time.perf_counter()
     rounds = 0
     while now < begin + least_s:
@@ -123,8 +125,8 @@ def _repeat(work: Callable[[], object], least_s: float) -> float:
 
 
 def _attention_rates(count: int, tokens: int, device: torch.device) -> tuple[float, float] | None:
-    """TFLOP/s of the forward and of the backward of causal attention in bf16; None where the GPU has not the memory,
-    which a GPU without such kernels needs for a matrix of all tokens by all tokens."""
+    """Measure the TFLOP/s of the forward and the backward of causal attention in bf16; None where memory is short. A
+    GPU without such kernels needs memory for a matrix of all tokens by all tokens."""
     try:
         return _timed_attention(count, tokens, device)
     except torch.OutOfMemoryError:
@@ -142,13 +144,13 @@ def _timed_attention(count: int, tokens: int, device: torch.device) -> tuple[flo
     gradient = torch.randn_like(made)
     forward = _on_gpu(attention, device)
     backward = _on_gpu(lambda: torch.autograd.grad(made, (query, key, value), gradient, retain_graph=True), device)
-    product = count * _HEADS * tokens**2 * ATTENTION_WIDTH  # of half of a matrix, two operations each
+    product = count * _HEADS * tokens**2 * ATTENTION_WIDTH  # half of a matrix, two operations each
     return 2 * product / forward / 1e12, 5 * product / backward / 1e12
 
 
 def cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_products: bool) -> CpuCeilings:
-    """`threads`, `cores`: of the updates. `with_products`: the processor is what computes, too. Takes 4 GB, and a
-    quarter of what is free where that is less."""
+    """Measure the ceilings of the processor. `threads`, `cores`: used by the updates. `with_products`: the processor is
+    also the accelerator. Takes 4 GB, or a quarter of the free memory where that is less."""
     device = torch.device("cpu")
     return CpuCeilings(
         name=name,
@@ -161,14 +163,14 @@ def cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_products
 
 
 def _updated() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Weight, remainder, moments and gradient of a unit in host memory, all of whose pages are there."""
+    """Return weight, remainder, moments and gradient of a unit in host memory, with all pages touched."""
     weight, gradient = (torch.ones(_UPDATED, dtype=torch.bfloat16) for _ in range(2))
     remainder = torch.zeros(_UPDATED, dtype=torch.int16)
     return weight, remainder, [torch.full((_UPDATED,), 0.1) for _ in range(2)], gradient
 
 
 def _update_rate(threads: int, cores: Sequence[int]) -> float:
-    """Of AdamW in fp32."""
+    """Measure the GB/s of AdamW in fp32."""
     updater = CpuUpdater(threads, cores)
     one = _updated()
     most = psutil.virtual_memory().available // 4 // sum(each.nbytes for each in (*one[:2], *one[2], one[3]))
@@ -186,15 +188,15 @@ def _update_rate(threads: int, cores: Sequence[int]) -> float:
 
 
 def _host_copy_rate() -> float:
-    """Read and written, on torch's threads."""
+    """Measure the GB/s that a copy on torch's threads reads and writes."""
     source = torch.ones(_COPY_BYTES // 4, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * source.numel() / _median(lambda: target.copy_(source)) / 1e9
 
 
 def disk_ceilings(directory: Path) -> DiskCeilings:
-    """Of the disk below `directory`, which is there, on a file that is gone afterwards. Raises SlideError where no file
-    can be made, OSError where the disk fails."""
+    """Measure the disk below `directory`, which exists, with a file that is deleted afterwards. Raises SlideError where
+    no file can be made, OSError where the disk fails."""
     with tempfile.TemporaryDirectory(prefix="ds_slide-", dir=directory) as own:
         found = bandwidths(RunFiles(Path(own), json_path="--path"), "auto")
     return DiskCeilings(
@@ -208,7 +210,7 @@ def disk_ceilings(directory: Path) -> DiskCeilings:
 
 
 def _median(work: Callable[[], object]) -> float:
-    """Seconds, after a round to warm up."""
+    """Return the median seconds of `work`, after a round to warm up."""
     times = []
     for _ in range(_ROUNDS + 1):
         begin = time.perf_counter()

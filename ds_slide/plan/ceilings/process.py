@@ -1,8 +1,8 @@
 """Host memory of a process that trains, before DS-Slide has built an engine.
 
-It depends on the versions of libraries more than on anything else: on H200s it was 1.01 GB one day and 1.12 the next
-(benchmarks/results/2026-11-24_nvidia-h200_hand-sweep.md). So it is measured, in a process of its own: what measures the
-other ceilings has buffers and libraries that no training script has.
+It depends mostly on the versions of libraries: on H200s it was 1.01 GB one day and 1.12 the next
+(benchmarks/results/2026-11-24_nvidia-h200_hand-sweep.md). So it is measured, in a process of its own: the process that
+measures the other ceilings has buffers and libraries that no training script has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_slide.errors import SlideError
 
 TRANSFORMERS = "transformers"
 _LONGEST_S = 180
-"""Of the whole process; on two cores it took 4."""
+"""Limit for the whole process; on two cores it took 4 s."""
 _BYTES = "resident bytes:"
 _LIBRARIES = ("deepspeed", "ds_slide.integration.planning", "ds_slide.patching.apply", "ds_slide.runtime.engine")
 _SHAPE = {
@@ -32,20 +32,21 @@ _SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-"""Of a Llama with heads of 64 elements, for which GPUs have attention kernels: 0.2 M parameters, 0.4 MB of weights."""
+"""A Llama with heads of 64 elements, a size that GPUs' attention kernels take: 0.2 M parameters, 0.4 MB of weights."""
 _TOKENS = 128
 
 
 def measure_process(*, on_gpu: bool) -> int:
     """Return the resident bytes of a fresh process with torch, transformers, DeepSpeed and DS-Slide.
 
-    They are those after a forward and a backward of a tiny causal LM, or of one product without transformers. `on_gpu`:
-    with a CUDA context. Raises SlideError, with a reason that is part of a sentence, where no such process runs.
+    The process has run a forward and a backward of a tiny causal LM, or of one product where transformers is missing.
+    `on_gpu`: with a CUDA context. Raises SlideError, with a reason that is part of a sentence, where no such process
+    runs.
     """
     package = Path(__file__).resolve().parents[3]
     command = (sys.executable, "-m", __name__, "cuda" if on_gpu else "cpu")
     try:
-        # In the folder of the package: another one may have files with the names of libraries.
+        # It runs in the folder of the package: another folder may have files with the names of libraries.
         ran = subprocess.run(command, cwd=package, capture_output=True, check=False, timeout=_LONGEST_S)
     except subprocess.TimeoutExpired as error:
         raise SlideError(f"it took more than {_LONGEST_S} s") from error
@@ -59,8 +60,8 @@ def measure_process(*, on_gpu: bool) -> int:
 
 
 def _train(device: torch.device) -> None:
-    """One step of any training: its libraries, the context, the kernels of products and attention, autograd's threads.
-    With them comes most of what importing has not brought: on an H200 0.40 of 1.41 GB without any engine
+    """Run one step of any training: its libraries, the context, the kernels of products and attention, autograd's
+    threads. They bring most of the memory that importing has not brought: on an H200 0.40 of 1.41 GB without any engine
     (benchmarks/results/2026-11-23_nvidia-h200_default.jsonl, gpu-only)."""
     for name in _LIBRARIES:
         importlib.import_module(name)
@@ -76,8 +77,10 @@ def _train(device: torch.device) -> None:
 
 
 def _resident_bytes() -> int:
-    """Pages of this process that are in memory, those of shared libraries too: what VmHWM is the most of, which is the
-    host peak of a run in benchmarks/step.py. Raises OSError or SlideError where the system has no such figure."""
+    """Return the bytes of this process's pages in memory, shared libraries included. VmHWM is the maximum of this
+    figure, and the host peak of a run in benchmarks/step.py. Raises OSError or SlideError where the system has no such
+    figure.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -89,7 +92,7 @@ def _main() -> None:
     _train(device)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    # On a line of its own, and at once: what libraries do at the end takes a second and may fail.
+    # Print on a line of its own, and end at once: the libraries' own endings take a second and may fail.
     sys.stdout.write(f"\n{_BYTES}{_resident_bytes()}\n")
     sys.stdout.flush()
     os._exit(0)

@@ -1,13 +1,13 @@
 """Limits that the kernel's control groups set to the memory of this process, in a container or a job of a scheduler.
 
-Each group counts what its processes and those of the groups below it use, so every group from this process's own up to
-the top of what is mounted here bounds it. Read are version 2 (memory.max and memory.high, above which the kernel slows
-its processes down until they stand still) and version 1 (memory.limit_in_bytes), also where both are mounted.
+Each group counts the memory of its processes and of the groups below it. So every group from this process's own up to
+the top of what is mounted here limits it. Both versions are read, also where both are mounted: version 2 has memory.max
+and memory.high (above it the kernel slows the processes down until they stand still), version 1 memory.limit_in_bytes.
 
-A container may see another tree than /proc/self/cgroup speaks of. `/proc/self/mountinfo` says which group lies at the
-mount; where the named one is not below it, the mount itself is the container's group. A mount that was made outside of
-the container has a group above the container's: its root is as many ".." as it lies above. Which of the groups below is
-the container's own, neither file says; it is the one that lists this process.
+A container may see another tree than /proc/self/cgroup names. `/proc/self/mountinfo` says which group lies at the
+mount. Where the named group is not below it, the mount itself is the container's group. A mount that was made outside
+of the container has a group above the container's: its root has one ".." for each level between them. Neither file says
+which group below is the container's own; it is the group that lists this process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The limit of one group. `file`: where the limit stands. `room`: bytes that the group's processes may use beyond
-    what they do: page cache that the kernel would drop for them counts as free. `group`: the same for all processes in
-    it."""
+    """The limit of one group. `file`: where the limit stands. `room`: bytes that the group's processes may still take;
+    page cache that the kernel would drop for them counts as free. `group`: the same for all processes in it."""
 
     file: Path
     limit: int
@@ -43,7 +42,7 @@ class _Mount:
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
-    """The limits of this process, its own group's first. `root`: where /proc and the mounts are, for tests."""
+    """Return the limits of this process, its own group's first. `root`: where /proc and the mounts are, for tests."""
     paths = _group_paths(root)
     limits = []
     for version, mounts in _mounts(root).items():
@@ -53,7 +52,7 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
 
 
 def _group_paths(root: Path) -> dict[int, str]:
-    """The groups of this process, by the version of the hierarchy that could limit its memory."""
+    """Return the groups of this process, by the version of the hierarchy that could limit its memory."""
     paths = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         fields = line.split(":", 2)
@@ -82,12 +81,12 @@ def _mounts(root: Path) -> dict[int, list[_Mount]]:
 
 
 def _unescaped(text: str) -> str:
-    """A path of mountinfo, in which spaces and the like are octal numbers."""
+    """Return a path of mountinfo with its octal escapes (spaces and the like) as characters."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _directories(path: str, mounts: list[_Mount]) -> list[Path]:
-    """The directories from this process's group up to the top of its mount."""
+    """Return the directories from this process's group up to the top of its mount."""
     for mount in sorted(mounts, key=lambda mount: -len(mount.root)):
         top, own = _parts(mount.root), _parts(path)
         below = own[len(top) :]
@@ -107,8 +106,8 @@ def _parts(path: str) -> list[str]:
 
 
 def _group_of_this_process(mount: _Mount, path: str) -> list[Path]:
-    """The group and those above it up to the top of `mount`; empty where it is not found. `path`: below the
-    container's."""
+    """Return the group and all groups above it up to the top of `mount`; empty where it is not found. `path`: its path
+    below the container's group."""
     ups, below = _parts(mount.root), _parts(path)
     if set(ups) != {".."} or ".." in below:
         return []
@@ -138,7 +137,8 @@ def _limits_of(version: int, directories: list[Path]) -> Iterator[MemoryLimit]:
 
 
 def _reclaimable(directory: Path, version: int) -> int:
-    """Page cache on the kernel's lists of files, which do not hold shared memory, and what it can free of its own."""
+    """Return the bytes that the kernel can free: page cache on its lists of files, which do not hold shared memory, and
+    its own caches."""
     prefix = "" if version == 2 else "total_"
     kinds = {f"{prefix}active_file", f"{prefix}inactive_file", "slab_reclaimable"}
     lines = (line.split() for line in _text(directory / "memory.stat").splitlines())
@@ -146,7 +146,7 @@ def _reclaimable(directory: Path, version: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The limit; None for none, and where the file is not there (the topmost group has none)."""
+    """Return the number in a file; None for no limit, and where the file is missing (the topmost group has none)."""
     text = _text(path).strip()
     if not text.isdigit() or int(text) >= _UNLIMITED:
         return None

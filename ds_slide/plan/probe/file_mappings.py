@@ -1,6 +1,6 @@
-"""Which addresses of this process are pages of files, as what `from_pretrained` loads on the CPU is until written to.
+"""Which addresses of this process are pages of files, like weights that `from_pretrained` loads, until written to.
 
-The kernel counts such pages as available memory already, so that letting go of them frees nothing more.
+The kernel counts such pages as available memory already, so that unmapping them frees nothing more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FileMappings:
 
     @staticmethod
     def now(maps: Path = Path("/proc/self/maps")) -> FileMappings:
-        """The mappings as the kernel lists them: address range, permissions, offset, device, inode, path."""
+        """Read the mappings that the kernel lists: address range, permissions, offset, device, inode, path."""
         ranges = []
         for line in maps.read_text().splitlines():
             fields = line.split(maxsplit=5)

@@ -1,4 +1,4 @@
-"""How much host memory this process may still take, and what says so: the machine, a container, the shell."""
+"""How much host memory this process may still take, and what limits it: the machine, a container, the shell."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import psutil
 from ds_slide.plan.probe.cgroups import MemoryLimit, memory_limits
 from ds_slide.report.log import size
 
-# Of the address space: the stacks (8 MiB) and malloc's arenas (64 MiB) of the threads that an engine starts. 14 of them
-# take that on a small machine; those of the update need a stack only.
+# Address space for the stacks (8 MiB) and malloc's arenas (64 MiB) of the threads that an engine starts. 14 threads
+# take it on a small machine; update threads need only a stack.
 THREADS_ADDRESS_SPACE = 1 << 30
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -31,20 +31,21 @@ _ranks_in: Counter[str] = Counter()
 
 
 def groups() -> list[str]:
-    """The memory control groups with a limit that this process is in, each the same for whoever is in it."""
+    """Return the memory control groups with a limit that this process is in. A group has the same name in all its
+    processes."""
     return [_name(limit) for limit in memory_limits()]
 
 
 def share_with(groups_of_ranks: Iterable[Iterable[str]]) -> None:
-    """What `groups` gives on every rank: a group's memory is divided evenly between the ranks in it. Their groups do
-    not change, so this process remembers it."""
+    """Remember the `groups` of every rank: a group's memory is divided evenly between the ranks in it. The groups of a
+    rank do not change."""
     _ranks_in.clear()
     for names in groups_of_ranks:
         _ranks_in.update(set(names))
 
 
 def host_room(local_ranks: int, untouched: int = 0) -> HostRoom:
-    """The least of what the machine, each control group and the limit of this process's address space leave.
+    """Return the least room that the machine, each control group and the limit of the address space leave.
 
     `local_ranks`: ranks on this machine, which share what is free. `untouched`: bytes that this process has set aside
     and not written yet, so that the kernel still counts them as free.
@@ -65,7 +66,7 @@ def host_room(local_ranks: int, untouched: int = 0) -> HostRoom:
 
 
 def _name(limit: MemoryLimit) -> str:
-    """The name of a group among those of all machines."""
+    """Return a group's name, which is unique among all machines."""
     try:
         return f"{_BOOT.read_text().strip()} {limit.group}"
     except OSError:

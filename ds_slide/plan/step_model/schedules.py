@@ -1,8 +1,8 @@
-"""What a step takes, from the seconds that it asks of each lane, with each schedule of updates.
+"""The length of a step with each schedule of updates, from the seconds that it asks of each lane.
 
-A step is cut into the backward of its last micro-batch, which gradients and updates follow, and the forward of the next
-step's first one, which waits for updated weights. The forwards and backwards of the other micro-batches wait for
-transfers alone.
+A step has two parts: the backward of its last micro-batch, which gradients and updates follow, and the first forward of
+the next step, which waits for updated weights. The forwards and backwards of the other micro-batches wait only for
+transfers.
 """
 
 from __future__ import annotations
@@ -19,69 +19,69 @@ SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "
 class Work:
     """Seconds that a step asks of each lane.
 
-    Of one micro-batch are `forward`, `backward`, `launched`, `again`, `down`, `holding` and `inputs_*`. All others are
-    asked once a step.
+    `forward`, `backward`, `launched`, `again`, `down`, `holding` and `inputs_*` count for one micro-batch. All others
+    count once a step.
     """
 
     forward: float
-    """Of the GPU."""
+    """The GPU computes a forward."""
     backward: float
-    """Of the GPU, recomputation included."""
+    """The GPU computes a backward, recomputation included."""
     launched: float = 0.0
-    """Of the host, until it has launched a forward: it waits for updates, and not for the GPU."""
+    """The host launches a forward: it waits for updates, and not for the GPU."""
     micro_batches: int = 1
     gpu_update: float = 0.0
     """Updates of units whose states are on the GPU."""
     up: float = 0.0
     """Copies of updated weights to the GPU."""
     again: float = 0.0
-    """Copies of blocks that the window holds no more, in a backward, or in a forward after the first one."""
+    """Copies of blocks that have left the window, in a backward, or in a forward after the first one."""
     down: float = 0.0
     """Copies of gradients to the host."""
     update: float = 0.0
     """Updates by the CPU, whole."""
     holding: float = 0.0
-    """The CPU adds a gradient to those of earlier micro-batches."""
+    """The CPU adds gradients to the sums of earlier micro-batches."""
     ahead: float = 0.0
     """The part of `update` that may run before the norm is known."""
     undo: float = 0.0
-    """Undo logs, which that writes."""
+    """The CPU writes undo logs for these updates."""
     ssd: float = 0.0
     """The disk reads and writes states, weights and gradients."""
     ssd_ahead: float = 0.0
-    """The part of it that need not wait for the gradients."""
+    """The part of `ssd` that need not wait for the gradients."""
     inputs_down: float = 0.0
     inputs_up: float = 0.0
     inputs_ssd: float = 0.0
-    """Inputs of blocks on their way to SSD, and as many seconds on their way back."""
+    """Inputs of blocks on their way to SSD; the way back takes the same seconds."""
 
     # ---- when updates begin, and what waits for them ----
     lead: float = 0.0
-    """Of a backward, until the first gradient for the CPU is complete."""
+    """The time from the begin of a backward until the first gradient for the CPU is complete."""
     reach: float = 0.0
-    """Of a backward, until the last of them is."""
+    """The time from the begin of a backward until the last gradient for the CPU is complete."""
     outer: float = 0.0
-    """The part of `update` that is of outer modules, which a forward needs first."""
+    """The part of `update` for outer modules, which a forward needs first."""
     outer_last: float = 0.0
-    """Share of it whose gradients are final behind those of all blocks: an embedding's, and not a head's."""
+    """Share of `outer` whose gradients are final after all blocks' gradients: an embedding's, and not a head's."""
     outer_copies: float = 0.0
-    """Their gradients' way down and their weights' way up."""
+    """Copies of outer modules' gradients down and of their weights up."""
     begun: float = 0.0
-    """The longest update of one block. None that has begun is put off for a more urgent one."""
+    """The longest update of one block. An update that has begun is not interrupted by a more urgent one."""
     from_first: float = 0.0
-    """Of a forward, from the first block on that waits for an update."""
+    """The time from the first block that waits for an update to the end of a forward."""
     behind: float = 0.0
-    """Of a forward, from the last block on that waits for one."""
+    """The time from the last block that waits for an update to the end of a forward."""
     through_ring: float = 0.0
     """Share of `update` that must have ended before the last gradient finds a host buffer, where none is held."""
 
-    # ---- what does not take time ----
+    # ---- flags, bytes and shares ----
     held: bool = True
     """Gradients are held until the norm is known."""
     two: bool = True
     """The updates may be done in two passes."""
     ssd_read: int = 0
-    """Bytes a step, as is `ssd_written`."""
+    """Bytes a step; `ssd_written`, too."""
     ssd_written: int = 0
     inputs_share: float = 0.0
     """Part of the disk's bytes that are inputs of blocks."""
@@ -89,7 +89,7 @@ class Work:
 
 def scheduled(work: Work, *, below_limit: bool = False) -> Step:
     """Return the step with the schedule that the engine takes. `below_limit`: norms stay below the limit of clipping,
-    so that updates may run before they are known."""
+    so that updates may be speculative."""
     if not work.held:
         return step_of(work, "under backward", "no gradient is held, and an update waits for its own alone")
     one = step_of(work, "deferred", "gradients are held until the norm is known")
@@ -110,15 +110,15 @@ def scheduled(work: Work, *, below_limit: bool = False) -> Step:
 
 
 def all_schedules(work: Work) -> dict[Schedule, Step]:
-    """Return what each schedule would take, be it allowed or not."""
+    """Return the step with each schedule, allowed or not."""
     return {schedule: step_of(work, schedule) for schedule in SCHEDULES}
 
 
 def updates_of(work: Work) -> Updates:
-    """Return the deferred updates of `work` beside what hides them."""
+    """Return the deferred updates of `work`, and the seconds that hide them."""
     queue = _queue(work, work.update)
     forward = _forward(work, queue, work.outer + work.outer_copies, work.begun)
-    # The engine measures a forward by the clock of the host, which is ahead of the GPU but for the updates.
+    # The engine measures a forward by the host's clock. The host is ahead of the GPU, and waits only for updates.
     return Updates(work.update, max(work.launched, queue), forward - queue, work.reach)
 
 
@@ -132,7 +132,7 @@ def step_of(work: Work, schedule: Schedule, why: str = "") -> Step:
     backward = max(work.backward, work.again + work.inputs_up, work.lead + work.down, work.inputs_ssd)
     if schedule == "under backward":
         backward = max(backward, work.lead + work.through_ring * work.update)
-    # Updates begin under it where they may. What they have left over then is due before the forward ends.
+    # Updates begin under the backward where they may. The rest of them is due before the forward ends.
     early = {"under backward": work.update, "speculative": work.ahead}.get(schedule, 0.0)
     late = one * (work.update - early)
     queue = max(0.0, work.lead + _queue(work, early + undo) - backward) + late if early else _queue(work, late)

@@ -1,4 +1,4 @@
-"""A step in seconds, measured or forecast, and what it would take after a change of where things lie."""
+"""A step in seconds, measured or forecast, and its predicted seconds after a change of placement."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Schedules(NamedTuple):
 class Change:
     """What moves to the GPU, or stays there.
 
-    `kept_s`: seconds of recomputation less. `moved_share`: part of the CPU's updates that moves.
-    `gpu_update_s`: seconds that the GPU takes for them. `fetches`: fetches of blocks, as a multiple of those before.
+    `kept_s`: seconds of recomputation saved. `moved_share`: part of the CPU's updates that moves. `gpu_update_s`:
+    seconds that the GPU takes for these updates. `fetches`: fetches of blocks, as a multiple of the present number.
     `disk_share`: part of the states on SSD that moves.
     """
 
@@ -42,9 +42,9 @@ class Step:
     lanes: Mapping[str, float]
     """Busy seconds of each lane."""
     holding_s: float = 0.0
-    """Seconds of the update lane that add gradients of later micro-batches to those before them."""
+    """Seconds that the update lane adds gradients of later micro-batches to the earlier sums."""
     inputs_share: float = 0.0
-    """Part of the disk's bytes that are inputs of blocks. They do not leave it with states."""
+    """Part of the disk's bytes that are inputs of blocks. They stay on the disk when states leave it."""
     why: str = ""
     """Why the schedule is this one, as a clause."""
     forward_s: float = 0.0
@@ -65,7 +65,7 @@ class Step:
 
     @cached_property
     def stall_s(self) -> float:
-        """Seconds in which the GPU waits."""
+        """Seconds that the GPU waits."""
         return max(0.0, self.step_s - self.lanes["compute"])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a step asks of each lane, from a plan, the trace of a micro-batch and the ceilings of a machine."""
+"""The work of a step in each lane, from a plan, the trace of a micro-batch and the ceilings of a machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ds_slide.plan.step_model.schedules import Work
 from ds_slide.plan.trace import Segment, StepTrace
 
 BESIDE_COPIES = 0.95
-"""Part of their rate alone that updates of the CPU have in a step: copies to and from the GPU share the host's memory
-with them. 154 GB/s became 131 beside 40 GB/s up (benchmarks/results/2026-11-23_nvidia-h200_update.md), and copies are
-under way for a third of the time."""
+"""Rate of the CPU's updates in a step, as a part of their rate alone: copies to and from the GPU share the host's
+memory with them. 154 GB/s became 131 beside 40 GB/s up (benchmarks/results/2026-11-23_nvidia-h200_update.md), and
+copies are under way for a third of the time."""
 
 
 @dataclass(frozen=True)
 class _Bytes:
-    """What a step moves of one unit. `encoded`, `applied`: by its codec on the GPU."""
+    """Bytes of one unit that a step moves. `encoded`, `applied`: bytes that its codec moves on the GPU."""
 
     up: int = 0
     down: int = 0
@@ -35,7 +35,8 @@ class _Bytes:
 
 
 def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, two: bool) -> Work:
-    """Return what a step asks for. `two`: its updates may be done in two passes."""
+    """Return the work of a step. `two`: its updates may be done in two passes."""
+    # Blocks beyond the window are fetched again in every forward and backward.
     placement = plan.placement
     passing = sorted(streamed(plan.units, placement))
     again = frozenset(passing[: max(0, len(passing) - placement.window)])
@@ -45,8 +46,10 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
     outer = [index for index in updated if plan.units[index].is_outer]
     on_gpu = [plan.units[index] for index in placement.on_gpu | placement.promoted]
     ways_back = placement.ways_back - placement.promoted
+    # Seconds of the GPU's work by segment, and of the host's launches in all.
     forward, backward = ([rates.seconds(each.operations) for each in part] for part in (trace.forward, trace.backward))
     launched = [sum(rates.launches(each.operations) for each in part) for part in (trace.forward, trace.backward)]
+    # Rates of the CPU, the disk and the link, and bytes of the disk.
     update, ssd = BESIDE_COPIES * rates.update, rates.ssd or 1.0
     link = rates.both_ways if again else rates.d2h
     states = sum(unit.read + unit.written for unit in units)
@@ -105,7 +108,7 @@ def _bytes_of(plan: Plan, index: int, on_ssd: StatesOnSsd, again: Collection[int
     held = held_bytes(unit, needs)
     if index in placement.gradients_on_ssd:
         read, written = read + held * micro_batches, written + held * micro_batches
-    # A rank reads the parts of all ranks, or only its own and gathers them with the others' on the GPU.
+    # A rank reads the parts of all ranks, or only its own part, which a collective joins with the others on the GPU.
     parts = 1 if is_gathered(index, needs, placement) else needs.world_size
     moves = bool(unit.codec.numel) or unit.kind == "block"
     return _Bytes(
