@@ -230,7 +230,7 @@ _PUBLISHING = f"{SAVING}publishing"
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the `ranks` ranks share to write the tag in `staging`. `latest`: whether the tag becomes the latest."""
+    """The data that `ranks` ranks share to write the tag in `staging`. `latest`: whether the tag becomes the latest."""
 
     staging: Staging
     tag: str

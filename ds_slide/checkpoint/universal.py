@@ -33,7 +33,7 @@ _AGAIN = "convert the checkpoint again with ds_to_universal.py, or load another 
 
 @dataclass(frozen=True)
 class GlobalState:
-    """What all parameters share. `scale`: three attributes of ZeRO's loss scaling, by name."""
+    """State that all parameters share. `scale`: three attributes of ZeRO's loss scaling, by name."""
 
     step: int
     param_groups: Sequence[Mapping[str, Any]]

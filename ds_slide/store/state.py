@@ -73,7 +73,7 @@ class UnitState:
 
     @property
     def device(self) -> torch.device:
-        """Where the optimizer state buffers are updated."""
+        """The device that updates the optimizer state buffers."""
         return self.weights.buffer.device
 
     # ---- for an update

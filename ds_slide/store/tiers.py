@@ -166,7 +166,7 @@ class Ways(Generic[T]):
 
 
 class GradientSink(Protocol):
-    """Where a gradient of the unit goes."""
+    """The place that a gradient of the unit goes to."""
 
     @property
     def buffers(self) -> Mapping[str, StateBuffer]:

@@ -1,10 +1,10 @@
 """Cross-entropy of rows of logits, and their gradient in place of the logits.
 
-There are three kernels: `segment_kernel` computes the maximum and the sum of exponentials of a segment of a row,
-`row_kernel` the loss of a row from its segments, `gradient_kernel` the gradient of a segment. Each segment has its own
-program. 1,024 rows of 151,936 words in bf16 take an H200 237 us, and 87 us for the loss only. With a program for each
-row and one on a multiprocessor they took 254 and 140 us, and copying the same bytes took 223 and 74 us. Segments also
-fill the device when rows are few.
+There are three kernels. `segment_kernel` computes the maximum and the sum of exponentials of a segment of a row.
+`row_kernel` computes the loss of a row from its segments, `gradient_kernel` the gradient of a segment. Each segment has
+its own program. 1,024 rows of 151,936 words in bf16 take an H200 237 us, and 87 us for the loss only. With a program
+for each row and one on a multiprocessor they took 254 and 140 us, and copying the same bytes took 223 and 74 us.
+Segments also fill the device when rows are few.
 
 The logits are read twice and written once. The two reads go in opposite orders: the first read begins with the last
 output of the matrix product, and the second with the last input of the first read.

@@ -1,6 +1,6 @@
 """Square sum of a flat tensor in fp64, in one pass, and the kernel that adds up partial sums in a fixed order.
 
-It reads the input once. torch would first write an fp64 copy (8 bytes of an element for 2 read), because its reductions
+It reads the input once. torch would first write an fp64 copy (8 bytes of an element for 2 read). Its reductions
 accumulate in the output type only for mixed pairs, and bf16 -> fp64 is not among them.
 """
 

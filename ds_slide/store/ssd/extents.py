@@ -48,7 +48,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class UnitExtents:
-    """Where a unit lies on SSD. `weight_offset`, `gradient_offset`: where the weights' state buffer and the held
+    """The place of a unit on SSD. `weight_offset`, `gradient_offset`: where the weights' state buffer and the held
     gradient begin, None for a part that is in memory. `chunks`: empty where optimizer states are in memory."""
 
     weight_offset: int | None
