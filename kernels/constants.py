@@ -1,6 +1,7 @@
-"""Numbers of the kernels that a plan counts bytes by, which does without Triton."""
+"""Constants of the kernels that a plan needs to count bytes. The plan does not import Triton."""
 
 ALIGNMENT = 64
-"""Elements: offsets in buffers that are multiples of it (`ds_slide.model.layout.ALIGNMENT`) keep vector loads whole."""
+"""Elements. Offsets in buffers are multiples of it (`ds_slide.model.layout.ALIGNMENT`), which keeps vector loads
+whole."""
 SEGMENT = 16384
-"""Elements of one program of a square sum, which leaves one number; longer ones leave few programs (LOG.md)."""
+"""Elements of one program of a square sum, which writes one number. Longer segments leave few programs (LOG.md)."""

@@ -1,4 +1,4 @@
-"""What the kernels take. They compute in fp32, by which fp64 would lose precision."""
+"""Data types of the kernels. They compute in fp32, so fp64 inputs would lose precision."""
 
 from __future__ import annotations
 

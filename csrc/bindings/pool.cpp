@@ -31,8 +31,8 @@ py::dict as_dict(Pool::Statistics const& statistics) {
 }  // namespace
 
 void register_pool(py::module_& module) {
-  // Leases come and go with the interpreter's lock held: they take less time than letting it go, after which
-  // the thread could wait 5 ms for another one that computes.
+  // Leases come and go with the interpreter's lock held: they take less time than releasing it. After a
+  // release the thread could wait 5 ms for another thread that computes.
   py::class_<Pool::Lease>(module, "Lease", py::buffer_protocol(),
                           "One buffer of a Pool, until released or dropped; a writable buffer.")
       .def_property_readonly(

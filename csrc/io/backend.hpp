@@ -46,7 +46,7 @@ class Backend {
   [[nodiscard]] virtual char const* name() const noexcept = 0;
 
   /// Hands `starting` to the device, sleeps until a request has finished or wake() was called, and appends
-  /// what has finished. May return early with nothing. A request that cannot be started is one that has
+  /// the finished requests. May return early with nothing. A request that cannot be started counts as
   /// finished with -errno.
   virtual void exchange(std::vector<Request*> const& starting, std::vector<Completion>& finished) = 0;
 

@@ -45,10 +45,10 @@ class IoEngine {
   };
 
   /// `backend`: auto, io_uring, libaio or threads. At most `queue_depth` requests of at most `request_bytes`
-  /// bytes are at the device. While reads and writes both wait they take turns after `burst_bytes`, 0 is
-  /// after each request; nothing: what is measured to be faster. With `low_depth` only so many requests are
-  /// at the device, unless more of them are measured to be faster. Urgent transfers wait for neither. Throws
-  /// std::invalid_argument, and std::runtime_error when the backend cannot be used.
+  /// bytes are at the device. While reads and writes both wait they take turns after `burst_bytes`. 0 means
+  /// after each request; without a value the engine measures which is faster. With `low_depth` at most that
+  /// many requests are at the device, unless more are measured to be faster. Urgent transfers wait for
+  /// neither. Throws std::invalid_argument, and std::runtime_error when the backend cannot be used.
   IoEngine(std::string const& backend, std::int64_t queue_depth, std::int64_t request_bytes,
            std::optional<std::int64_t> burst_bytes = std::nullopt,
            std::optional<std::int64_t> low_depth = std::nullopt);

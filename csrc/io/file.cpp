@@ -70,7 +70,7 @@ void File::allocate(std::int64_t nbytes) const {
       static_cast<std::int64_t>(space.f_bavail) * static_cast<std::int64_t>(space.f_frsize);
   std::string const need = "the file needs " + std::to_string(nbytes) + " bytes";
   std::string const beside = need + " and its filesystem has " + std::to_string(available) + " free: ";
-  // Asked first because fallocate fills the disk for everybody before it gives up.
+  // The check comes first because fallocate fills the disk for all users before it gives up.
   if (available < nbytes) fail(ENOSPC, beside);
   auto const no_space = [&](int error) {  // a limit on the length of files has nothing to do with free space
     fail(error, error == EFBIG ? need + ": " : beside);

@@ -25,9 +25,9 @@ class File {
  public:
   /// Makes a new file of `nbytes` bytes (mode 0600) with all its space allocated, or with nbytes = 0 opens an
   /// existing one. Throws FileError, leaving no file behind that it made.
-  /// With `descriptor` nothing is opened by name: the file is the one that is open there for reading and
-  /// writing, empty if nbytes > 0, and `path` only names it in errors. The caller keeps the descriptor, which
-  /// gets O_DIRECT as well; closing it does not close this file.
+  /// With `descriptor` nothing is opened by name: it is open on the file for reading and writing, the file is
+  /// empty if nbytes > 0, and `path` only names it in errors. The caller keeps the descriptor, which gets
+  /// O_DIRECT as well. Closing it does not close this file.
   File(std::string path, std::int64_t nbytes, std::optional<int> descriptor = std::nullopt);
   ~File();
   File(File const&) = delete;
@@ -42,7 +42,7 @@ class File {
   /// Waits until what was written is on the device. Throws FileError.
   void sync() const;
 
-  /// Number under which the backend has registered the file, -1 if it has not. Set before the first request.
+  /// The number of the file where the backend has registered it, else -1. Set before the first request.
   int slot = -1;
 
  private:

@@ -40,7 +40,7 @@ class Libaio final : public Backend {
     submit(finished);
     if (!finished.empty()) return;
     // Completions and wake() both add to the eventfd, so this one sleep sees both. It is read before the
-    // events are fetched: one that arrives in between makes the next read return at once.
+    // events are fetched: an event that arrives in between makes the next read return at once.
     eventfd_t count;
     while (::eventfd_read(_event, &count) != 0 && errno == EINTR) {
     }

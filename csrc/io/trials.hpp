@@ -26,7 +26,7 @@ class Trials {
   static constexpr std::int64_t kFirstHoldBytes = std::int64_t{64} << 30;
   static constexpr std::int64_t kLongestHoldBytes = std::int64_t{1} << 40;
 
-  /// One number for each way: its time counts so many times. A way above 1 has to be faster by that much.
+  /// One factor on the time of each way. A way with a factor above 1 has to be faster by that factor.
   explicit Trials(std::vector<double> handicaps)
       : _handicaps(std::move(handicaps)), _seconds(_handicaps.size()) {}
 
@@ -66,7 +66,7 @@ class Trials {
       begin_trial(_trial + 1);
       return;
     }
-    // As many bytes were moved in the trials of each.
+    // The trials of all ways moved the same number of bytes.
     _way = 0;
     for (std::size_t other = 1; other < ways; ++other) {
       if (_seconds[other] * _handicaps[other] < _seconds[_way] * _handicaps[_way]) _way = other;

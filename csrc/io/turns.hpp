@@ -15,8 +15,8 @@ namespace ds_slide {
 /// from disk to disk; virtual disks of one kind of machine gave 4.1 GB/s request by request and 4.5 in
 /// bursts, 2.8 and 2.3, 2.3 and 2.4 (requests of 1 MiB, 128 of them at the device).
 ///
-/// A request waits for those before it at the device: for depth * request / bandwidth seconds, 25 ms for 32
-/// requests of 2 MiB at 2.5 GB/s and four times that for 128. So of two depths the lower is used unless the
+/// A request waits for earlier requests at the device: depth * request / bandwidth seconds, 25 ms for 32
+/// requests of 2 MiB at 2.5 GB/s and four times longer for 128. So the lower of two depths is used unless the
 /// higher moves more bytes.
 ///
 /// Not thread-safe: the I/O engine calls it with its lock held.

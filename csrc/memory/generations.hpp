@@ -9,8 +9,8 @@ namespace ds_slide {
 /// Counters that one process, the owner, raises and others wait for, in memory that all of them map: by them
 /// the owner tells which generation of each of its buffers the others may read.
 ///
-/// Nobody polls: who waits sleeps in the kernel on one word, which changes with every event (futex, of the
-/// shared kind). What the owner wrote before `publish` is seen after the `wait` that it ends.
+/// No process polls: a waiting process sleeps in the kernel on one word, which changes with every event (a
+/// shared futex). Writes of the owner before `publish` are visible after the `wait` that it ends.
 class Generations {
  public:
   /// Bytes of memory for `count` counters. Zeroed memory is a set of counters at 0.
@@ -30,12 +30,13 @@ class Generations {
 
   /// Raise counter `index` to `value`. Throws std::out_of_range for a counter that there is not, as all do.
   void publish(std::size_t index, std::uint32_t value);
-  /// As `publish`, for one of several counters that change together: nobody wakes up before the next event.
+  /// Like `publish`, for one of several counters that change together: no process wakes before the next
+  /// event.
   void store(std::size_t index, std::uint32_t value);
   /// Nothing will be published any more.
   void close() noexcept;
 
-  // Everybody.
+  // All processes.
 
   [[nodiscard]] std::uint32_t value(std::size_t index) const;
   [[nodiscard]] bool closed() const noexcept;

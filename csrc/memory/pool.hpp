@@ -11,9 +11,9 @@ namespace ds_slide {
 
 /// A fixed number of equal buffers, each a slab of its own, lent out as leases.
 ///
-/// All memory is had at construction, so that what the plan counted on is there from the first step on:
-/// locked by the driver, or touched page by page. Nobody waits here: a wait must be known to the engine's
-/// watchdog and end when a lane fails, so whoever finds the pool empty waits in Python (`BufferPool`).
+/// All memory is allocated at construction, so that the plan's memory is there from the first step on: locked
+/// by the driver, or touched page by page. The pool never waits: a wait must be known to the engine's
+/// watchdog and end when a lane fails, so a thread that finds the pool empty waits in Python (`BufferPool`).
 ///
 /// Safe to use from any thread. In a forked child the memory is not mapped (Slab) and the lock may have been
 /// held at the fork, so there leases are refused and dropped ones forgotten.
@@ -62,7 +62,7 @@ class Pool {
 
   [[nodiscard]] std::size_t buffer_bytes() const noexcept;
 
-  /// Where the buffers are, lent or not, for those who have to know their pages beforehand.
+  /// The addresses of all buffers, lent or not, for callers that register their pages beforehand.
   [[nodiscard]] std::vector<void*> addresses() const;
 
   /// Frees what is not lent; lent buffers are freed as they come back. A second call does nothing.

@@ -91,8 +91,8 @@ void Slab::adopt(bool pin, bool huge_pages) {
 }
 
 void Slab::close() noexcept {
-  // A forked child has neither the mapping nor a usable driver; what lies at that address there is somebody
-  // else's.
+  // A forked child has neither the mapping nor a usable driver. The memory at that address there has another
+  // owner.
   if (_data != nullptr && _owner == getpid()) {
     if (_pinned) cuda_driver::unregister_host(_data, _context);
     munmap(_data, _mapped);

@@ -41,7 +41,7 @@ unsigned char byte_of(int thread, int round, std::size_t at) {
   return static_cast<unsigned char>(thread * 61 + round * 7 + static_cast<int>(at / 64));
 }
 
-/// Waits until each of its own transfers is told; those of others, which it may get, are marked for them.
+/// Waits until each of its own transfers is told. It may get transfers of other threads and marks them done.
 class Completions {
  public:
   Completions(IoEngine& engine, std::size_t tokens) : _engine(engine), _done(tokens) {}
@@ -59,7 +59,7 @@ class Completions {
   std::vector<std::atomic<bool>> _done;
 };
 
-/// Writes and reads back pieces in both files, neighbours of those of other threads.
+/// Writes and reads back pieces in both files, beside the pieces of other threads.
 void transfers(IoEngine& engine, Completions& completions, int thread,
                std::vector<std::int64_t> const& files) {
   Memory const memory = make_memory(2 * kFiles * kExtent);

@@ -71,12 +71,12 @@ KernelTable const& kernels_for(unsigned index) {
   return kernels_of(static_cast<Isa>(index % (1 + static_cast<unsigned>(best_isa()))));
 }
 
-/// Ordinary numbers for any rule; a rule takes as many as it has.
+/// Ordinary numbers for any rule. A rule reads the first ones, up to its own count.
 UpdateNumbers numbers_of_a_step() {
   return {{0.5f, 0.99f, 0.1f, 0.9f, 0.1f, 0.95f, 0.05f, 2.5f, 4e-3f, 1e-8f}, rounding_key_of(0, 3)};
 }
 
-/// The formats in which `rule` may keep its states.
+/// The state formats that `rule` supports.
 std::vector<StateFormat> formats_of(Rule rule) {
   std::vector<StateFormat> found;
   for (int state = 0; state < kNumStateFormats; ++state) {
@@ -128,7 +128,7 @@ void elsewhere(Workers& workers, KernelTable const& kernels, Rule rule, WeightFo
   }
 }
 
-/// Calls from several threads on one Workers object; every result equals that of a single thread.
+/// Calls from several threads on one Workers object; every result equals the result of a single thread.
 void shared_workers() {
   Workers shared(3, {});
   UpdateNumbers const numbers = numbers_of_a_step();
@@ -390,7 +390,7 @@ void boards() {
   for (std::thread& rank : ranks) rank.join();
 }
 
-/// Waits that nothing reaches: closing ends those of all, interrupting those of one object, at any moment.
+/// Waits that no publish ends: closing ends all waits, interrupting the waits of one object, at any moment.
 void ended_generations() {
   for (int round = 0; round < 100 * kRounds; ++round) {
     bool const closes = round % 2 == 0;
@@ -436,7 +436,7 @@ void shared_slabs() {
   require(static_cast<unsigned char*>(second.data())[4999] == 7, "two mappings of one file differ");
 }
 
-/// Checksums from several threads on one Workers object, of exactly sized memory: each gives those of a
+/// Checksums from several threads on one Workers object, of exactly sized memory: each gives the sums of a
 /// single thread, and finds the first of the pages that it damages.
 void shared_sums() {
   Workers shared(3, {});

@@ -1,9 +1,9 @@
 // Eight-bit codes of a group of 64 moments, relative to the largest magnitude of the group.
 //
-// The code is a small floating-point number: magnitude code c stands for scale * u, where the bits of the
-// fp32 number u are those of 1.0 minus (top - c) << 20: eight levels for each binade, evenly spaced within
-// it, and the largest magnitude (c = top) is exact. Code 0 is zero. So coding is a multiplication, integer
-// additions and shifts, and what was decoded encodes to itself.
+// The code is a small floating-point number: magnitude code c stands for scale * u. The bits of the fp32
+// number u are the bits of 1.0 minus (top - c) << 20: eight levels for each binade, evenly spaced within it,
+// and the largest magnitude (c = top) is exact. Code 0 is zero. So coding is a multiplication, integer
+// additions and shifts, and a decoded number encodes to the same code.
 //
 // exp_avg_sq has top 255, the least level is 31.75 binades below the scale. exp_avg has a sign bit and top
 // 127: 15.75 binades. That is by design half of them, since the square root of exp_avg_sq divides exp_avg:
@@ -67,8 +67,8 @@ struct Block8 {
   template <class V>
   static inline typename V::Int encode(typename V::Float value, typename V::Float reciprocal,
                                        typename V::Int hash) {
-    // 16 random bits as the upper ones of 20, then a half: 8 units, so that the few units by which the
-    // product with the reciprocal may miss a level never decide.
+    // The upper 16 of 20 bits are random, and the rest is a half, 8 units. The product with the reciprocal
+    // may miss a level by a few units, which then never decide.
     auto const half = is_signed ? V::template shift_right<12>(hash) : V::template shift_left<4>(hash);
     auto const random = V::or_int(V::and_int(half, V::set_int(0xFFFF0u)), V::set_int(0x8u));
     auto const bits = V::bits(value);

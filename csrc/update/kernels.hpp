@@ -31,9 +31,9 @@ void accumulate(void* dst, void const* src, std::size_t begin, std::size_t end) 
   }
 }
 
-/// Sum of squares in fp64. Element i goes to lane (i - begin) % kLanes whatever the vector width, and the
-/// lanes are combined as a tree, so the bits are those of every other instruction set. (A product of two
-/// floats is exact in fp64; only the additions round.)
+/// Sum of squares in fp64. Element i goes to lane (i - begin) % kLanes for any vector width, and the lanes
+/// are combined as a tree, so all instruction sets give the same bits. (A product of two floats is exact in
+/// fp64; only the additions round.)
 template <class V, Dtype dtype>
 double sum_of_squares(void const* data, std::size_t begin, std::size_t end) {
   constexpr std::size_t kLanes = 32;

@@ -65,7 +65,7 @@ inline std::uint16_t float_to_bf16(float value) {
 
 // The three below are written without branches, on integers: compilers then vectorise the loops around them.
 
-/// bits, or those of a zero of the same sign.
+/// bits, or the bits of a zero with the same sign.
 inline float zero_if(bool zero, std::uint32_t bits) {
   return float_of(bits & (0x80000000u | (static_cast<std::uint32_t>(zero) - 1u)));
 }

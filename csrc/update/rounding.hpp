@@ -31,8 +31,8 @@ struct RandomBits {
     first = V::add_int(V::lane_numbers(), V::set_int(static_cast<std::uint32_t>(mixed)));
     second = V::set_int(static_cast<std::uint32_t>(mixed >> 32));
   }
-  /// Of the elements from number `index` on. The multipliers and shifts are those that hash-prospector's
-  /// exhaustive search found least biased for 32 bits with two multiplications ("lowbias32").
+  /// The random bits of the elements from number `index` on. hash-prospector's exhaustive search found these
+  /// multipliers and shifts least biased for 32 bits with two multiplications ("lowbias32").
   typename V::Int operator()(std::uint32_t index) const {
     auto x = V::add_int(V::set_int(index), first);
     x = V::xor_int(x, V::template shift_right<16>(x));

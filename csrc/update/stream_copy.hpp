@@ -1,4 +1,4 @@
-// Copies to memory that nobody reads soon: stores that go past the caches, so that the target is not read
+// Copies to memory that is not read soon: stores that go past the caches, so that the target is not read
 // before it is written.
 #pragma once
 

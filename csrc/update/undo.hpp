@@ -1,8 +1,7 @@
-// A step of which the old bits can be had again: it keeps the lowest byte of each old number, and the way
-// back computes the rest of it from the new numbers and the gradient, as far as a step can be inverted in
-// fp32. An element for which that does not give the old bits back is found when the step is done, and its old
-// numbers are kept whole. A slice has room for some of those; where they do not fit, it ends before the
-// vector that brings them.
+// A step that can be undone to the bit. It keeps the lowest byte of each old number, and the way back
+// computes the rest from the new numbers and the gradient, as far as a step can be inverted in fp32. The step
+// finds the elements where that does not give the old bits back, and keeps their old numbers whole. A slice
+// has room for some of these. Where they do not fit, it ends before the vector that brings them.
 #pragma once
 
 #include "update/step.hpp"
@@ -14,7 +13,7 @@ namespace {
 // Elements whose lowest bytes are gathered in the cache, to be written in whole lines.
 constexpr std::size_t kLogChunk = 1024;
 
-/// The number near `estimate` whose lowest byte is that of `low`.
+/// The number near `estimate` that has the lowest byte of `low`.
 template <class V>
 inline __attribute__((always_inline)) typename V::Int nearest_with(typename V::Int estimate,
                                                                    typename V::Int low) {
@@ -23,9 +22,9 @@ inline __attribute__((always_inline)) typename V::Int nearest_with(typename V::I
   return V::add_int(estimate, V::sub_int(V::xor_int(distance, sign), sign));
 }
 
-/// 1 for a NaN, which is kept whole: of two NaN an operation gives back the one or the other by the order of
-/// its operands, which the step and the way back are compiled with each for itself; and a split master quiets
-/// it.
+/// 1 for a NaN, which is kept whole. An operation on two NaN returns one of them by the order of its
+/// operands, and the step and the way back may be compiled with different orders. A split master also makes
+/// it quiet.
 template <class V>
 inline __attribute__((always_inline)) typename V::Int is_no_number(typename V::Int bits) {
   auto const magnitude = V::and_int(bits, V::set_int(0x7FFFFFFFu));
@@ -129,8 +128,8 @@ struct Undoable {
     log.done = static_cast<std::uint32_t>(i - first);
   }
 
-  /// The way back for elements [begin, end), in whole vectors, but for those that were kept whole. A weight
-  /// that the step did not replace is not written either: others may be reading it.
+  /// The way back for elements [begin, end), in whole vectors, except for elements that were kept whole. A
+  /// weight that the step did not replace is not written either: other threads may be reading it.
   static __attribute__((noinline)) void back(UpdateArrays arrays, UpdateNumbers const& constants,
                                              std::size_t begin, std::size_t end) {
     StepNumbers<V, Rule> const numbers(constants);

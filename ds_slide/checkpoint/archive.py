@@ -1,7 +1,7 @@
 """Zip archives in torch.save's format, written in pieces by several threads.
 
-Records are stored, not compressed, so every offset is known before the first byte is written: the pieces of a record
-can be summed and written by whichever thread is free, and the CRCs are filled in at the end. A file ends with fsync.
+Records are stored, not compressed, so every offset is known before the first byte is written. Any free thread can sum
+and write a piece of a record, and the CRCs are filled in at the end. The last step for a file is fsync.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ROOT = "archive"
 _LIMIT = 0xFFFFFFFF  # of 32-bit fields; from here on zip64
 _VERSION, _UTF8, _STORED = 45, 1 << 11, 0
 _PADDING_ID = 0x4246  # torch's id of the extra field that aligns the data
-# 64 as in torch; large records start on pages, where mapping and reading them wastes nothing.
+# 64 is torch's alignment. Large records start on pages, where mapping and reading them wastes nothing.
 _ALIGNMENT, _LARGE, _PAGE = 64, 1 << 16, 4096
 
 
 @dataclass
 class Archive:
-    """The file that will hold `value`. `nbytes`: its exact size. The pickle is made at once, the rest in `write`;
-    `copied`: the tensors in it that are no planned ones may change before that."""
+    """The file that will hold `value`. `nbytes`: its exact size. The pickle is made at once, the rest in `write`.
+    `copied`: copy the tensors that are not planned, because they may change before `write`."""
 
     value: Any
     copied: bool = False
@@ -58,13 +58,13 @@ class Archive:
 
     @property
     def pickled(self) -> bytes:
-        """The pickle, which names whatever is no storage."""
+        """The pickle, which holds everything but the storages."""
         return b"".join(self._records[0].pieces())
 
     def write(self, path: str | os.PathLike[str], wrote: Wrote | None = None) -> Sum:
         """Write and fsync the file, which must not exist. Raises SlideError when the file cannot be written.
 
-        `wrote`: is told the bytes of every piece; the calling thread then does all of it by itself.
+        `wrote`: called with the bytes of every piece. The calling thread then does all the work by itself.
         """
         written = 0
         try:
@@ -139,7 +139,7 @@ def _central_header(record: Record, offset: int, crc: int) -> bytes:
 
 
 def _write_record(descriptor: int, record: Record, offset: int) -> Sum:
-    """Sum and write the pieces in THREADS threads, while the caller's thread makes the next ones."""
+    """Sum and write the pieces in THREADS threads, while the caller's thread makes the next pieces."""
     found = Sum()
     pending: deque[Future[Sum]] = deque()
     with ThreadPoolExecutor(THREADS) as pool:
@@ -180,15 +180,15 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What torch.save puts in a file, as a list of records: the pickle, and the bytes of every storage that it names.
+# The content of torch.save's file as a list of records: the pickle, and the bytes of every storage that it names.
 #
 # torch.save needs every tensor in memory. Here a tensor may also be `Planned`: it is pickled like a tensor, and its
-# bytes are made piece by piece when its record is written. torch.load sees no difference.
+# bytes are made in pieces when its record is written. torch.load sees no difference.
 
 PIECE = 1 << 21
-"""Elements of a planned tensor that are made at a time: 8 MiB of fp32, of which a few are in flight."""
+"""Elements in one piece of a planned tensor: 8 MiB of fp32. A few pieces are in flight."""
 MARK = "written_by_ds_slide"
-"""Name of a record that tells this file from torch.save's, whose reader ignores it. It holds the version."""
+"""The record that marks our files and holds the version. torch.load ignores it."""
 _PROTOCOL = 2  # torch.save's
 _STORAGE_KINDS = {
     torch.float32: torch.FloatStorage,
@@ -199,19 +199,19 @@ _STORAGE_KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A flat tensor [numel] that is not in memory. `read(start, stop)` makes some of its elements, in any memory."""
+    """A flat tensor [numel] that is not in memory. `read(start, stop)` makes the elements of a span, in any memory."""
 
     numel: int
     dtype: torch.dtype
     read: Callable[[int, int], torch.Tensor]
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """The elements in order, at most PIECE at a time."""
+        """Yield the elements in order, at most PIECE at a time."""
         for start in range(0, self.numel, PIECE):
             yield self.read(start, min(start + PIECE, self.numel))
 
     def tensor(self) -> torch.Tensor:
-        """The whole of it, in host memory."""
+        """Make the whole tensor in host memory."""
         whole = torch.empty(self.numel, dtype=self.dtype)
         for start in range(0, self.numel, PIECE):
             stop = min(start + PIECE, self.numel)
@@ -221,7 +221,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Record:
-    """One file of the archive: `pieces` gives its `nbytes` bytes in order."""
+    """One file of the archive. `pieces` yields its `nbytes` bytes in order."""
 
     name: str
     nbytes: int
@@ -229,8 +229,8 @@ class Record:
 
 
 def records_of(value: Any, *, copied: bool = False) -> list[Record]:
-    """The records of `value`. The planned tensors in it are read when the pieces are taken, the others are kept, or
-    `copied` at once."""
+    """Return the records of `value`. Planned tensors are read when their pieces are taken. Other tensors are kept, or
+    copied at once if `copied`."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(value)
@@ -248,7 +248,7 @@ def records_of(value: Any, *, copied: bool = False) -> list[Record]:
 
 
 def materialized(value: Any) -> Any:
-    """`value` with tensors in the place of planned ones, in dictionaries and lists."""
+    """Return `value` with planned tensors replaced by tensors, in dictionaries and lists."""
     if isinstance(value, Planned):
         return value.tensor()
     if isinstance(value, dict):
@@ -262,7 +262,7 @@ class _PlannedStorage:
 
 
 class _Pickler(pickle.Pickler):
-    """Storages leave through `persistent_id`, in torch's words for them."""
+    """Pickles storages through `persistent_id` in torch's format."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
@@ -272,7 +272,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Planned):
             return NotImplemented
-        # As torch.Tensor.__reduce_ex__: storage, offset, size, stride, requires_grad, backward hooks.
+        # The arguments of torch.Tensor.__reduce_ex__: storage, offset, size, stride, requires_grad, backward hooks.
         arguments: tuple[Any, ...] = (_PlannedStorage(value), 0, (value.numel,), (1,), False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
@@ -290,7 +290,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", kind, self._key(untyped._cdata, untyped), location_tag(untyped), numel)
 
     def _key(self, identity: int, storage: Any) -> str:
-        # The storage is kept, so that its identity is not given to another one before the pickle is done.
+        # The storage is kept, so that no other storage gets its identity before the pickle is done.
         key = self._keys.setdefault(identity, str(len(self._keys)))
         self.storages[key] = storage
         return key
@@ -313,6 +313,6 @@ def _storage_record(key: str, storage: Any) -> Record:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor: of its own memory when that is contiguous host memory, else of a copy."""
+    """Return the bytes of a tensor: its own memory where that is contiguous host memory, else a copy."""
     array: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(array)

@@ -1,7 +1,7 @@
-"""A thread that writes a checkpoint while training goes on, and what became of it.
+"""A thread that writes a checkpoint while training goes on, and the result of that save.
 
-The thread is no daemon, so the interpreter waits for it at its end; by then the pools of `concurrent.futures` take no
-more work, which is why it uses none.
+The thread is no daemon, so the interpreter waits for it at its end. By then the pools of `concurrent.futures` take no
+more work, so the thread uses none.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundSave:
-    """One asynchronous save of this rank. `write(wrote)` does it, in the thread; `complete()` publishes what all ranks
-    have written and none has published; `release()` removes what is left when all ranks have ended."""
+    """One asynchronous save of this rank. `write(wrote)` writes the files in the thread. `complete()` publishes a save
+    that all ranks have written and no rank has published. `release()` removes the rest when all ranks have ended."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class BackgroundSave:
         return self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the thread has ended, and say how far it is."""
+        """Wait until the thread has ended, and log its progress."""
         if self.is_under_way():
             self._awaited = True
             self._tell()
@@ -84,7 +84,7 @@ class BackgroundSave:
 
     def close(self, *, all_have_ended: bool) -> None:
         """End the save, once. Where other ranks may still write, a failed save stays locked until this process ends,
-        and the next one removes it. Harmless in a forked child, whose parent's save goes on."""
+        and the next save removes it. A forked child does nothing, because its parent's save goes on."""
         if os.getpid() != self._owner:
             return
         self.wait()
@@ -98,10 +98,10 @@ class BackgroundSave:
         try:
             take_one_thread()
             write(self._wrote)
-        except BaseException as error:  # as words: its traceback would keep the copy of the states
+        except BaseException as error:  # kept as text: its traceback would keep the copy of the states
             cause = f"{error}" if isinstance(error, SlideError) else f"{type(error).__name__}: {error}"
             self._failure = f"the asynchronous save of {self._target} has failed: {cause}"
-            # At once: nobody may ask. DeepSpeed ends an engine that is dropped, and keeps what that raises to itself.
+            # Logged at once, because no later call may raise it. DeepSpeed ends a dropped engine and hides its errors.
             logger.error(self._failure)
 
     def _wrote(self, nbytes: int) -> None:
@@ -122,18 +122,18 @@ class BackgroundSave:
             )
 
     def _at_exit(self) -> None:
-        """The program ends, and nobody has asked what became of the save."""
+        """End a save that is still open when the program ends."""
         self.close(all_have_ended=self.alone)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A copy of all states in host memory, from which a checkpoint is written while training goes on.
+# A copy of all states in host memory. A checkpoint is written from it while training goes on.
 #
-# The state buffers are copied as they are stored (12 bytes a parameter, less with short moments), by several threads:
-# copying stands still for as long as memory takes, where making the file's fp32 values would take several times that.
+# Several threads copy the state buffers as they are stored (12 bytes a parameter, less with short moments). Training
+# waits only as long as memory needs for the copy. Making the file's fp32 values would take several times longer.
 
 _THREADS = 16
-"""The most threads: 8 to 16 cores move as many bytes as the memory of a socket can."""
+"""The most threads: 8 to 16 cores reach the memory bandwidth of a socket."""
 _PIECE = 1 << 24
 """Items that a thread copies at a time."""
 
@@ -145,14 +145,14 @@ class _Copy:
 
 @dataclass
 class Snapshot:
-    """Copies of `units`' states from `take` on. `frozen`: those of parameters without optimizer states, too."""
+    """Copies of `units`' states from `take` on. `frozen`: copy parameters without optimizer states, too."""
 
     units: Sequence[Unit]
     frozen: bool
     _copies: dict[int, _Copy] = field(default_factory=dict)
 
     def of(self, unit: Unit) -> _Copy:
-        """The copy of a unit, to be read in its place."""
+        """Return the copy of a unit, to be read in its place."""
         return self._copies[unit.order]
 
     def nbytes(self) -> int:
@@ -160,15 +160,15 @@ class Snapshot:
         return sum(items * dtype.itemsize for unit in self.units for _, dtype, items in self._state_buffers(unit))
 
     def fits(self) -> bool:
-        """Whether this rank's share of the memory that is free takes the copy."""
+        """Whether the copy fits in this rank's share of the free memory."""
         return self.nbytes() <= self.room().nbytes * USABLE_SHARE
 
     def room(self) -> HostRoom:
-        """This rank's share of the memory that is free, and what says so."""
+        """Return this rank's share of the free memory and its source."""
         return host_room(local_ranks(), running.untouched_host_bytes())
 
     def take(self) -> None:
-        """Copy the units, which have settled and do not change meanwhile. Raises SlideError where memory ends."""
+        """Copy the units, which have settled and do not change meanwhile. Raises SlideError where memory runs out."""
         memory = HostMemory(page_lock=False, huge_pages=True)
         threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)) // local_ranks()))
         with ThreadPoolExecutor(threads, initializer=take_one_thread) as pool:
@@ -181,7 +181,7 @@ class Snapshot:
                     for span in pieces(items, _PIECE):
                         if source.tier == "host":
                             pending.append(pool.submit(copy[span].copy_, source.read(span)))
-                        else:  # the disk has threads of its own, and a copy from the GPU belongs to this one's stream
+                        else:  # the disk has its own threads, and a copy from the GPU belongs to this thread's stream
                             copy[span].copy_(source.read(span))
                 weights = WeightsInMemory(state_buffers.pop("weight"))
                 specs = unit.state.specs
@@ -199,24 +199,24 @@ class Snapshot:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# torch's operations in one thread where they are called from one thread, whatever they take elsewhere.
+# Torch's operations of one calling thread run in that thread alone. Other threads keep their number.
 #
-# `torch.set_num_threads` is meant for the whole program: threads that begin later take it over, and the order of sums
-# with it. OpenMP's own setting belongs to the calling thread.
+# `torch.set_num_threads` acts on the whole program: threads that begin later take its number over, and with it another
+# order of sums. OpenMP's own setting belongs to the calling thread.
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)[.-]")
 
 
 def take_one_thread() -> None:
-    """Run torch's operations that the calling thread calls in it alone, from now on: a team of threads that waits for
-    the next operation keeps cores busy, which others compute on."""
-    torch.get_num_threads()  # now, not at the first operation, the thread takes over the program's number
+    """Run the calling thread's torch operations in this thread alone, from now on. A team of threads that waits for the
+    next operation would keep cores busy that other threads compute on."""
+    torch.get_num_threads()  # makes the thread take over the program's number now, not at the first operation
     for library in _openmp_libraries():
         with contextlib.suppress(OSError, AttributeError):  # its file may have been replaced since it was loaded
             ctypes.CDLL(library).omp_set_num_threads(1)
 
 
 def _openmp_libraries() -> set[str]:
-    """Paths of the OpenMP libraries that are loaded."""
+    """Return the paths of the loaded OpenMP libraries."""
     paths = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
     return {path[0] for path in paths if path and _OPENMP.match(Path(path[0]).name)}

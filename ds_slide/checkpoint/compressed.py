@@ -1,6 +1,6 @@
-"""The files of a checkpoint with what DeepSpeed's have no place for: projectors, and moments in their subspaces.
+"""The files of a checkpoint for the projectors and the moments in their subspaces, which DeepSpeed's files cannot hold.
 
-Each rank saves its part of the moments in a file of its own, that of rank 0 has the projectors as well.
+Each rank saves its part of the moments in its own file. The file of rank 0 has the projectors as well.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def compressed_units(units: Sequence[Unit]) -> Compressed:
 
 
 def name_of(rank: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file."""
     return NAME if rank == 0 else f"ds_slide_compression_{rank}.pt"
 
 
 def planned(runtime: SlideRuntime) -> dict[str, Any] | None:
-    """What this rank's file holds: by unit the moments, [numel] in the layout of its codec; that of rank 0 also by
-    matrix both projectors, the step before which the unit is checked, and how masters were kept. None where no gradient
-    is compressed."""
+    """Return the content of this rank's file: for each unit the moments, [numel] in the layout of its codec. The file
+    of rank 0 also has both projectors of each matrix, the step of each unit's next check, and how masters were kept.
+    None where no gradient is compressed."""
     if not (units := compressed_units(runtime.units)):
         return None
     if runtime.parts.context.ranks.rank:
@@ -56,13 +56,14 @@ def planned(runtime: SlideRuntime) -> dict[str, Any] | None:
 
 
 def _master_dtype(runtime: SlideRuntime) -> str:
-    """ "bf16" where weights are masters and are rounded stochastically (`ds_slide.compression.master_dtype`)."""
+    """Return "bf16" where weights are masters with stochastic rounding (`ds_slide.compression.master_dtype`), else
+    "fp32"."""
     return "bf16" if runtime.parts.plan.rounded_masters else "fp32"
 
 
 def _projectors(codec: Lsp) -> dict[str, list[torch.Tensor]]:
     return {
-        # Copied: a view is pickled with all of the stack that it is of.
+        # A copy, because a view is pickled with its whole stack.
         matrix.entry.name: [
             each.to("cpu", copy=True) for side in (pair.left, pair.right) for each in (side.indices, side.values)
         ]
@@ -78,7 +79,7 @@ def _moments(unit: Unit) -> dict[str, Planned]:
 
 
 def check(units: Compressed, saved: Any, path: str) -> None:
-    """Raise SlideError where the file at `path`, which holds `saved`, is of other subspaces than these units have."""
+    """Raise SlideError where `saved`, the content of the file at `path`, has other subspaces than these units."""
     known = isinstance(saved, Mapping) and saved.get("format") == _FORMAT
     found = dict(_sizes_of_file(saved["units"])) if known else None
     wanted = {
@@ -102,8 +103,8 @@ def _sizes_of_file(units: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], 
 
 
 def load(runtime: SlideRuntime, saved: Mapping[str, Any], mine: Mapping[str, Any], files: MappedFiles) -> None:
-    """Set projectors and moments of the units, which have settled, from what the files of rank 0 and of this rank
-    hold."""
+    """Set projectors and moments of the settled units. `saved`: the content of rank 0's file. `mine`: the content of
+    this rank's file."""
     was, now = saved.get("master_dtype", "fp32"), _master_dtype(runtime)
     if was != now:
         log.warning(

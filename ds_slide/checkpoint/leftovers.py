@@ -1,8 +1,8 @@
-"""What saves that were killed have left in a checkpoint directory: found, put back, removed.
+"""Leftovers of killed saves in a checkpoint directory: they are found, and put back or removed.
 
-The directory may be writable by others, or come from somewhere else as a whole, so nothing in it is believed: a name
-counts only when it is one that a save makes, a directory only when it is ours (`owned_directory`), its content only
-when a save has written all of it. The rest stays as it is.
+Other users may be able to write to the directory, or it may come from another machine, so its content is not trusted.
+An entry counts only if a save makes such a name, the directory is ours (`owned_directory`), and a save could have
+written all of its content. Other entries stay as they are.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 SAVING, REPLACED = ".ds_slide_saving.", ".ds_slide_replaced."
 _ENDED = ".ended"
-# The last two: another process has a file of it open, which NFS keeps as long under another name.
+# The last two come when another process has a file of it open, which NFS then keeps under another name.
 _LEFT_ALONE = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY, errno.EEXIST)
 _NOT_PUT_BACK = (errno.EPERM, errno.EACCES, errno.EROFS)
-# DeepSpeed's files end so, at whatever depth (universal ones), and those of the ranks that agree on a save.
+# The names of DeepSpeed's files at any depth (universal checkpoints have levels), and our own.
 _FILE_OF_TAG = re.compile(rf"[\w.-]+\.pt|{re.escape(MANIFEST)}")
 _FILE_BESIDE_TAG = re.compile(rf"{LOCK}|latest|\w+\.py|{re.escape(SAVING)}(publishing|rank\d+\.(json|new))")
 
 
 def checked_tag(tag: str) -> str:
-    """`tag` when it names a directory below save_dir. Raises SlideError."""
+    """Return `tag` if it names a directory below save_dir. Raises SlideError otherwise."""
     parts = tag.split("/")
     if any(part in ("", ".", "..") or part.startswith((SAVING, REPLACED)) for part in parts) or "\0" in tag:
         raise SlideError(f"the checkpoint tag {tag!r} does not name a directory below save_dir; use another tag")
@@ -42,12 +42,12 @@ def checked_tag(tag: str) -> str:
 
 
 def replaced_name(tag: str) -> str:
-    """Where the old checkpoint of the tag waits while it is replaced by two renames."""
+    """Return the name of the old checkpoint of the tag between the two renames that replace it."""
     return REPLACED + urllib.parse.quote(tag, safe="")
 
 
 def replaced_tag(name: str) -> str | None:
-    """The tag whose `replaced_name` this is, None for every other name."""
+    """Return the tag that has this `replaced_name`, None for other names."""
     if not name.startswith(REPLACED):
         return None
     try:
@@ -58,7 +58,7 @@ def replaced_tag(name: str) -> str | None:
 
 
 def recover(save_dir: Path) -> None:
-    """Rename back what a save had renamed away when it was killed. Raises OSError."""
+    """Rename old checkpoints back that a killed save had renamed away. Raises OSError."""
     with opened(save_dir) as parent:
         for name in sorted(os.listdir(parent)):
             tag = replaced_tag(name)
@@ -83,7 +83,7 @@ def _put_back(save_dir: Path, parent: int, name: str, tag: str) -> None:
 
 
 def remove_dead_saves(save_dir: Path, parent: int) -> None:
-    """Remove what dead saves have left in `save_dir`, open as `parent`, `recover` having run. Raises OSError."""
+    """Remove leftovers of dead saves in `save_dir`, open as `parent`. `recover` has run before. Raises OSError."""
     for name in sorted(os.listdir(parent)):
         with _leaving_alone(save_dir / name, _LEFT_ALONE):
             if name.startswith(SAVING):
@@ -96,8 +96,7 @@ def remove_dead_saves(save_dir: Path, parent: int) -> None:
 
 @contextlib.contextmanager
 def _leaving_alone(path: Path, errnos: Sequence[int]) -> Iterator[None]:
-    """An entry that another process has taken meanwhile is no error, nor one that `errnos` keep from us: a line of the
-    log says so."""
+    """Ignore an entry that another process has taken, and log an entry that fails with one of `errnos`."""
     try:
         yield
     except FileNotFoundError:
@@ -124,8 +123,8 @@ def _end_dead_save(path: Path, parent: int, directory: int) -> str:
 
 
 def rename_away(path: Path, parent: int, directory: int) -> str:
-    """Give the directory open as `directory` the returned name of the directory of a save that has ended, which nobody
-    writes or publishes any more, before a part of it is removed: no rank of the save finds the rest. Raises OSError."""
+    """Rename the directory open as `directory` to the name of an ended save, and return that name. This comes before
+    its removal, so that no rank of the save writes to the rest or publishes it. Raises OSError."""
     name = path.name
     ended = ended_name(name)
     if ended != name and is_at(name, parent, directory):
@@ -135,7 +134,7 @@ def rename_away(path: Path, parent: int, directory: int) -> str:
 
 
 def ended_name(name: str) -> str:
-    """The name that `rename_away` gives."""
+    """Return the name that `rename_away` gives."""
     return name if name.endswith(_ENDED) else name + _ENDED
 
 

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: size and CRC-32 of every file, by which a broken checkpoint is recognised.
+"""The manifest of a checkpoint: size and CRC-32 of every file. It shows whether a checkpoint is broken.
 
-It is written last into a directory that then becomes the tag by one rename, so a tag with a manifest was whole when it
-appeared; what the manifest finds has happened since. Stock's tags have none. It tells damage, not intent: whoever can
-write the files can write it, too, so how they are read does not depend on it (`restricted`).
+The manifest is written last into a directory that then becomes the tag by one rename. So a tag with a manifest was
+whole when it appeared, and any damage came later. Stock's tags have no manifest. It shows damage, not intent: a user
+who can write the files can write the manifest too. So reading does not trust it (`restricted`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_slide.report.log import size
 NAME = "ds_slide_manifest.json"
 _FORMAT = 1
 _LIMIT = 16 << 20
-"""Bytes of a manifest: more than a hundred thousand files."""
+"""The most bytes of a manifest, enough for more than a hundred thousand files."""
 
 
 def _file_name(name: str) -> str:
@@ -49,7 +49,7 @@ class _Content(BaseModel):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a tag and their sums. `files`: by name in the tag's directory. `saved_at`: seconds since the
+    """The files of a tag and their sums. `files`: sums by name in the tag's directory. `saved_at`: seconds since the
     epoch."""
 
     files: Mapping[str, Sum]
@@ -57,7 +57,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
-        """The manifest of a tag, None where there is none. Raises SlideError for one that cannot be read."""
+        """Read the manifest of a tag, None where it is missing. Raises SlideError where it cannot be read."""
         path = directory / NAME
         try:
             with regular_file(path) as file:
@@ -94,7 +94,7 @@ class Manifest:
         write_durably(directory / NAME, json.dumps(content, indent=1).encode())
 
     def check(self, directory: Path, contents_of: Callable[[str], bool]) -> None:
-        """Raise SlideError when a file is missing or has another size; where `contents_of` its name, other bytes."""
+        """Raise SlideError when a file is missing or has another size. If `contents_of(name)`, bytes are compared."""
         for name, expected in self.files.items():
             path = directory / name
             try:
@@ -107,7 +107,7 @@ class Manifest:
                 raise _broken(path, f"cannot be read ({error.strerror})") from error
 
     def check_listed(self, directory: Path, names: Iterable[str]) -> None:
-        """Raise SlideError for one of `names` that is no file of the manifest."""
+        """Raise SlideError where one of `names` is not in the manifest."""
         for name in sorted(set(names) - self.files.keys()):
             raise _broken(directory / name, f"is not in {NAME}")
 
@@ -117,10 +117,10 @@ def manifest_now(files: Mapping[str, Sum]) -> Manifest:
 
 
 def newest_whole_tag(save_dir: Path, besides: Collection[str]) -> str | None:
-    """The newest tag below `save_dir` that has a manifest and agrees with it to the byte; None when there is none."""
+    """Return the newest tag below `save_dir` that agrees with its manifest in every byte, None if there is none."""
     found = []
     paths: list[Path] = []
-    with contextlib.suppress(OSError):  # what cannot be looked at is not known to be whole
+    with contextlib.suppress(OSError):  # a tag that cannot be read is not known to be whole
         paths.extend(save_dir.glob(f"[!.]*/**/{NAME}"))
     for path in paths:
         tag = path.parent.relative_to(save_dir).as_posix()
@@ -147,7 +147,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The error in words, on one line."""
+    """Return the error's reason on one line."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         return ascii(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:300])[1:-1]

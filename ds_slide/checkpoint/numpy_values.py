@@ -1,7 +1,7 @@
 """Arrays and scalars of numpy in a checkpoint: DeepSpeed saves the state of numpy's generator with a data sampler.
 
-numpy's own functions make anything out of a pickle, also arrays of objects and types of overlapping fields. These take
-their places while a checkpoint is read, and make numbers, texts and dates only.
+numpy's own functions make anything from a pickle, also arrays of objects and types of overlapping fields. The stand-ins
+of this file replace them while a checkpoint is read, and make only numbers, texts and dates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BYTE_ORDERS = ("<", ">", "|", "=")
 
 
 class Number:
-    """Stands for a `numpy.dtype` of numbers, texts or dates; pickled or copied, it is one."""
+    """Stands for a `numpy.dtype` of numbers, texts or dates. A pickle or copy of it is a `numpy.dtype`."""
 
     def __init__(self, code: Any, *_align_and_copy: Any) -> None:
         if not (isinstance(code, str) and _FIXED_SIZE.fullmatch(code)):
@@ -43,7 +43,7 @@ class Number:
 
 
 class Array(np.ndarray):
-    """Stands for a `numpy.ndarray` of such a type; pickled or copied, it is one."""
+    """Stands for a `numpy.ndarray` of such a type. A pickle or copy of it is a `numpy.ndarray`."""
 
     def __new__(cls, *_arguments: Any) -> Array:
         raise UnpicklingError("numpy.ndarray made in another way than by numpy")
@@ -67,9 +67,9 @@ class Array(np.ndarray):
 
 
 def in_numpys_own(value: Any, classes: tuple[type, ...]) -> Any:
-    """`value` with numpy's types and arrays for the stand-ins in it: in containers, and in the attributes of objects of
-    `classes`. What can be changed is changed in its place."""
-    done: dict[int, tuple[Any, Any]] = {}  # with the value, whose identity must not be given to another one
+    """Return `value` with its stand-ins replaced by numpy's types and arrays: in containers, and in attributes of
+    objects of `classes`. Mutable objects are changed in place."""
+    done: dict[int, tuple[Any, Any]] = {}  # keeps the value, so that no other object gets its identity
 
     def real(value: Any) -> Any:
         if isinstance(value, Number):
@@ -109,12 +109,12 @@ def in_numpys_own(value: Any, classes: tuple[type, ...]) -> Any:
     try:
         return real(value)
     finally:
-        done.clear()  # the two functions refer to each other: what is in it would live until garbage is collected
+        done.clear()  # the two functions refer to each other: the values would live until garbage is collected
 
 
 def _type_of(number: Any) -> np.dtype[Any] | None:
-    """The type that stands in a pickle, also where the user has allowed numpy's own; None if that holds more than
-    numbers, texts and dates."""
+    """Return the type from a pickle, also where the user has allowed numpy's own. None if it holds more than numbers,
+    texts and dates."""
     if isinstance(number, np.dtype):
         return np.dtype(number.str) if number.kind in "biufcSUmM" else None
     return number.dtype if isinstance(number, Number) else None
@@ -152,4 +152,4 @@ STAND_INS: tuple[tuple[Callable[..., Any], str], ...] = (
         for function, name in ((_reconstruct, "_reconstruct"), (_scalar, "scalar"))
     ),
 )
-"""What `torch.serialization.add_safe_globals` takes: a function, and the name in the pickle that it stands for."""
+"""Entries for `torch.serialization.add_safe_globals`: a function, and the name in the pickle that it replaces."""

@@ -1,19 +1,19 @@
-"""The directory in which a checkpoint is written, and the rename that makes it current.
+"""The directory of a checkpoint that is being written, and the rename that makes it current.
 
     save_dir/.ds_slide_saving.<id>/    locked (flock) by the process that publishes, for as long as it lives
         lock
         <tag>/                         the files, then their manifest
-        zero_to_fp32.py, latest        what goes beside the tag
+        zero_to_fp32.py, latest        files that go beside the tag
 
-What a kill -9 leaves, instant by instant. Before the rename: the old tag and `latest` as they were, and a directory
-whose lock is free, which the next save into save_dir removes. The rename is one system call; a tag that exists is
-exchanged with the new one, never absent. After it: the new tag is whole (files, manifest and directories were synced
-before), `latest` names the old tag or, after a second rename, the new one; either loads. Only where the file system
-cannot exchange (NFS, some overlays) is the old tag first renamed to `.ds_slide_replaced.<tag>`; killed between the two
-renames, the next load or save renames it back (leftovers.py).
+A kill -9 leaves a loadable checkpoint at every moment. Before the rename: the old tag and `latest` are unchanged, and
+the next save into save_dir removes the new directory, whose lock is free. The rename is one system call. It exchanges
+an existing tag with the new one, so the tag is never absent. After the rename: the new tag is whole, because files,
+manifest and directories were synced before. `latest` names the old tag or, after a second rename, the new one, and
+either loads. A file system that cannot exchange (NFS, some overlays) needs two renames. The old tag is first renamed to
+`.ds_slide_replaced.<tag>`. After a kill between the two, the next load or save renames it back (leftovers.py).
 
-Others may be able to write to save_dir, so the directory of a save is reached by its descriptor, opened without
-following a link and found to be ours; what is renamed or removed is named relative to it and to save_dir.
+Other users may be able to write to save_dir. So the directory of a save is reached by its descriptor, opened without
+following a link and checked to be ours. Renames and removals use names relative to it and to save_dir.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def new_name() -> str:
-    """A name for the directory of one save, the same for all its ranks."""
+    """Make a name for the directory of one save. All its ranks use the same name."""
     return SAVING + uuid.uuid4().hex[:16]
 
 
 def reached(_phase: str) -> None:
-    """The save has come to `_phase`. Does nothing; tests kill the process here."""
+    """Do nothing. The save has reached `_phase`, and tests kill the process here."""
 
 
 class Staging:
-    """`save_dir`/`name` of the publishing process: from `open` until `discard`."""
+    """The directory `save_dir`/`name` of the publishing process, from `open` until `discard`."""
 
     def __init__(self, save_dir: Path, name: str) -> None:
         self.save_dir = save_dir
@@ -82,8 +82,8 @@ class Staging:
         self._held: LockedDirectory | None = None
 
     def open(self, tag: str) -> None:
-        """Remove what dead saves have left, then make and lock the directory and that of the tag. Raises OSError, and
-        SlideError, with nothing made, where the tag could not be put in its place afterwards."""
+        """Remove leftovers of dead saves, then make and lock the directory, and make the tag's directory in it. Raises
+        OSError. Raises SlideError, before it makes anything, where the tag could not be put in its place."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
         recover(self.save_dir)
         with opened(self.save_dir) as parent:
@@ -92,14 +92,14 @@ class Staging:
             remove_dead_saves(self.save_dir, parent)
             self._held = make_locked(self.path, parent, 0o777, without_locks=True)
         if self._held is None:
-            # Another save began to remove stale directories when this one had no lock yet.
+            # Another save began to remove stale directories before this save had its lock.
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path))
         with below(tag.split("/"), self._held.directory, make=True):
             pass
 
     @property
     def present_path(self) -> Path:
-        """A path of the directory that is `open`, whatever its name leads to by now."""
+        """A path of the open directory, also after a change of its name."""
         return self.path if self._held is None else _as_path(self._held.directory, self.path)
 
     def free_bytes(self) -> int:
@@ -107,8 +107,8 @@ class Staging:
         return status.f_bavail * status.f_frsize
 
     def publish(self, tag: str, files: Mapping[str, Sum], *, latest: bool) -> None:
-        """Complete the tag with the manifest of its `files` and make it current, then the scripts in this directory
-        and, if asked for, `latest`. Raises OSError, and SlideError where a file is not as it was written."""
+        """Write the manifest of `files` and make the tag current. Then move the scripts in this directory and, if asked
+        for, `latest`. Raises OSError, and SlideError where a file is not as it was written."""
         with opened(self.save_dir) as parent, owned(self.path.name, parent) as own:
             manifest = manifest_now(files)
             manifest.check(self.path / tag, lambda _name: False)
@@ -126,7 +126,7 @@ class Staging:
             reached("published")
 
     def _publish_tag(self, tag: str, parent: int, own: int) -> None:
-        """The rename. `parent` and `own`: descriptors of save_dir and of the directory of this save."""
+        """Rename the tag. `parent` and `own`: descriptors of save_dir and of the directory of this save."""
         *above, last = tag.split("/")
         with below(above, own) as new, below([last], new) as content:
             os.fsync(content)
@@ -140,8 +140,8 @@ class Staging:
             os.fsync(parent)
 
     def remove(self) -> None:
-        """Remove the directory with what is left in it, as any rank may that has published: the checkpoint is there,
-        so what cannot be removed is left, with a warning, to the next save."""
+        """Remove the directory and its content. Any rank that has published may call this. The checkpoint is there, so
+        a failure is only a warning, and the next save tries again."""
         try:
             with opened(self.save_dir) as parent, owned(self.path.name, parent) as own:
                 remove_unlocked(rename_away(self.path, parent, own), parent, own)
@@ -151,8 +151,7 @@ class Staging:
                 logger.warning("%s cannot be removed (%s); the next save tries again", path, error)
 
     def discard(self) -> None:
-        """Remove the directory with what is left in it: a failed save, or the checkpoint that was replaced. Raises
-        OSError."""
+        """Remove the directory and its content: a failed save, or the checkpoint that was replaced. Raises OSError."""
         held, self._held = self._held, None
         if held is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -177,8 +176,8 @@ def _require_place(tag: str, parent: int, save_dir: Path) -> None:
 
 
 def _replace(tag: str, parent: int, new: int, target: int) -> None:
-    """Put the directory of the tag's last name in `new` in the place of that in `target`; the old one ends in the place
-    of the new one. All of them are descriptors, `parent` that of save_dir."""
+    """Exchange the tag's directory in `new` with the old one in `target`. `parent`, `new` and `target` are descriptors.
+    `parent` is open on save_dir."""
     last = tag.rpartition("/")[2]
     if _exchange(last, new, target):
         return
@@ -196,7 +195,7 @@ def _replace(tag: str, parent: int, new: int, target: int) -> None:
 
 
 def _exchange(name: str, one: int, other: int) -> bool:
-    """Exchange what has the name in two directories in one system call; False where that cannot be done."""
+    """Exchange the entries `name` of two directories in one system call. False where the system cannot do that."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -209,19 +208,19 @@ def _exchange(name: str, one: int, other: int) -> bool:
 
 
 def _as_path(descriptor: int, otherwise: Path) -> Path:
-    """A path that leads to an open directory, for those who take nothing else; `otherwise` without /proc."""
+    """Return a path of an open directory, for functions that take only paths. Without /proc it is `otherwise`."""
     path = Path(f"/proc/self/fd/{descriptor}")
     return path if path.exists() else otherwise
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How the ranks agree, without a collective, that an asynchronous checkpoint is complete: through its directory.
+# The ranks agree through the save's directory, without a collective, that an asynchronous checkpoint is complete.
 #
-# A helper thread may issue no collective (docs/liveness.md). So each rank's thread, when its files are written and
-# synced, puts a file with their sums into the directory of the save, its marker, and then looks whether the markers of
-# all ranks are there. The last one sees all of them, and publishes; two that see all of them at once settle it by
-# creating one file. Nobody waits for another rank. Where a file system shows a rank the files of others late (NFS),
-# nobody may see all of them: then the publisher does it when all ranks meet next, at the next save or load.
+# A helper thread may issue no collective (docs/liveness.md). So each rank's thread writes and syncs its files, and then
+# puts a marker into the directory of the save: a file with their sums. Then it looks for the markers of all ranks. The
+# last rank sees all markers and publishes. If two ranks see all markers at once, the rank that creates one more file
+# publishes. No rank waits for another one. A file system may show the files of other ranks late (NFS), so that no rank
+# sees all markers. Then the publisher publishes when all ranks meet next, at the next save or load.
 #
 # The files are small and written through aiofiles, in this thread: at the interpreter's end no pool takes work any
 # more.
@@ -231,7 +230,7 @@ _PUBLISHING = f"{SAVING}publishing"
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the `ranks` ranks share that write the tag in `staging`. `latest`: whether it is to become the latest."""
+    """The data that `ranks` ranks share to write the tag in `staging`. `latest`: whether the tag becomes the latest."""
 
     staging: Staging
     tag: str
@@ -239,17 +238,17 @@ class Agreement:
     latest: bool
 
     def finish(self, rank: int, files: Mapping[str, Sum]) -> None:
-        """Say that the files of `rank` are written, and publish if they are the last. Raises OSError, SlideError."""
+        """Mark the files of `rank` as written, and publish if they are the last. Raises OSError, SlideError."""
         content = {name: [found.nbytes, found.crc] for name, found in files.items()}
         marker = self._marker(rank)
         beside = marker.with_suffix(".new")
         asyncio.run(_write(beside, json.dumps(content).encode()))
-        os.replace(beside, marker)  # whole when it appears; not synced: after a crash nobody reads it
+        os.replace(beside, marker)  # whole when it appears; not synced, because it is not read after a crash
         reached(f"rank {rank} has finished")
         self.publish_if_complete()
 
     def publish_if_complete(self) -> None:
-        """Publish when the files of all ranks are there and nobody else has begun to. Raises OSError, SlideError."""
+        """Publish when the files of all ranks are there and no other rank has begun. Raises OSError, SlideError."""
         markers = [self._marker(rank) for rank in range(self.ranks)]
         if not all(marker.exists() for marker in markers):  # or another rank has published, and removed them
             return
@@ -262,12 +261,12 @@ class Agreement:
         self.staging.remove()
 
     def _marker(self, rank: int) -> Path:
-        """No tag has such a name (`checked_tag`)."""
+        """Return the path of a rank's marker. No tag has such a name (`checked_tag`)."""
         return self.staging.path / f"{SAVING}rank{rank}.json"
 
 
 class _Here(Executor):
-    """Runs at once what is submitted. (`async with` of an aiofiles file would close it in the loop's own pool.)"""
+    """Runs every submitted function at once. (`async with` of an aiofiles file would close it in the loop's pool.)"""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

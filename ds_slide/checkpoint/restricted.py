@@ -1,9 +1,9 @@
-"""How DS-Slide reads a file of torch.save: tensors, plain containers, and by name what such files hold besides.
+"""How DS-Slide reads a file of torch.save: tensors, plain containers, and a list of other allowed names.
 
-A pickle can call whatever Python can import, and a manifest is no protection: whoever writes the one can write the
-other. So every file goes through torch's restricted unpickler (`weights_only`), with the list below, to which
-`ds_slide.integration` adds what DeepSpeed's files hold. A user allows classes of their own with
-`torch.serialization.add_safe_globals`. Here alone DS-Slide calls torch.load.
+A pickle can call anything that Python can import. A manifest is no protection, because a user who writes the pickle can
+write the manifest too. So every file goes through torch's restricted unpickler (`weights_only`), with the list below.
+`ds_slide.integration` adds the names in DeepSpeed's files. Users allow their own classes with
+`torch.serialization.add_safe_globals`. DS-Slide calls torch.load in this file only.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ds_slide.errors import SlideError
 
 
 def _empty_bytes() -> bytes:
-    """The function that pickle's protocol 2 writes for b"", in an empty array too."""
+    """Return b"". Pickle's protocol 2 writes a call of `builtins.bytes` for b"", in an empty array too."""
     return b""
 
 
 _listed: list[Any] = [
     (_empty_bytes, "builtins.bytes"),
-    argparse.Namespace,  # a script's arguments, which Megatron's clients of DeepSpeed save
+    argparse.Namespace,  # the arguments of a script, saved by Megatron's clients of DeepSpeed
 ]
 _SHOWN = 5
-"""Names in a message, at most."""
+"""The most names in a message."""
 _IN_TORCHS_WORDS = (
     r"GLOBAL (\S+) was not an allowed",
     r"unsupported GLOBAL (\S+) whose",
@@ -58,8 +58,8 @@ def also_allow(*classes: type) -> None:
 
 
 def load(path: str, map_location: Any = None, *, mapped: bool = False) -> Any:
-    """The content of a file. `mapped`: its tensors are maps of the file where its format allows that. Raises
-    FileNotFoundError, and SlideError where it cannot be loaded or holds what is not allowed, which has not been run."""
+    """Load a file. `mapped`: its tensors are maps of the file where its format allows that. Raises FileNotFoundError,
+    and SlideError where it cannot be loaded or holds a name that is not allowed, before that code runs."""
     with regular_checkpoint_file(path) as file:
         return load_open(file, path, map_location, mapped=mapped and is_zip(file))
 
@@ -84,15 +84,15 @@ def is_zip(file: BinaryIO) -> bool:
 
 
 def load_open(file: BinaryIO, path: str, map_location: Any, *, mapped: bool) -> Any:
-    """The content of `file`, opened at `path`. `mapped`: its tensors are maps of the file. Raises SlideError."""
-    # Mapped, torch opens the file by name. This name is that of the file which is open, whatever is at `path` now.
+    """Load `file`, opened at `path`. `mapped`: its tensors are maps of the file. Raises SlideError."""
+    # torch opens a mapped file by name. This name leads to the open file, whatever is at `path` now.
     source: Any = f"/proc/self/fd/{file.fileno()}" if mapped else file
 
     def read() -> Any:
         file.seek(0)
         return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
 
-    with _lock:  # the list is the process's: another thread must not take away what this one still needs
+    with _lock:  # the process has one list: another thread must not remove names that this one still needs
         try:
             return _read_allowed(read)
         except pickle.UnpicklingError as error:
@@ -100,7 +100,7 @@ def load_open(file: BinaryIO, path: str, map_location: Any, *, mapped: bool) -> 
                 names = _refused_names(file, str(error))
             if not names:
                 raise _unreadable(path, _reason(error)) from error
-            # Without torch's own words, which advise to load the file unrestricted.
+            # torch's own message is left out, because it advises to load the file unrestricted.
             raise SlideError(
                 f"the checkpoint file {path} holds {names}, but only tensors and plain containers are loaded, so that "
                 "loading runs no code out of a file; load another tag or, if you trust the file and need that, allow "
@@ -111,7 +111,7 @@ def load_open(file: BinaryIO, path: str, map_location: Any, *, mapped: bool) -> 
 
 
 def refused_names(pickled: bytes) -> list[str]:
-    """What in a pickle that torch.save would write is refused when it is read back. A user's `add_safe_globals`
+    """Return the names in a pickle of torch.save that are refused when it is read back. A user's `add_safe_globals`
     counts."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -124,7 +124,7 @@ def refused_names(pickled: bytes) -> list[str]:
                 names = sorted(get_unsafe_globals_in_checkpoint(buffer))
             if names or b"cnumpy" not in pickled:
                 return names
-            _read_allowed(lambda: _without_storages(pickled))  # numpy's are also refused for what they hold
+            _read_allowed(lambda: _without_storages(pickled))  # numpy values are also refused for their content
         except pickle.UnpicklingError as error:
             return _operation(str(error)) or _named_in(str(error)) or [_reason(error)]
         except Exception:  # a class of the user that cannot be made without its tensors' values
@@ -133,7 +133,7 @@ def refused_names(pickled: bytes) -> list[str]:
 
 
 def _without_storages(pickled: bytes) -> Any:
-    """What is in a pickle; its tensors have no memory."""
+    """Load a pickle with tensors that have no memory."""
 
     def storage(saved: Any) -> Any:
         _, kind, _, _, numel = saved
@@ -147,8 +147,8 @@ def _without_storages(pickled: bytes) -> Any:
 
 
 def _read_allowed(read: Callable[[], Any]) -> Any:
-    """What `read` unpickles. Where the user has allowed something of numpy, that is used for what the stand-ins refuse:
-    alone, a part of it would only be in their way. Under `_lock`."""
+    """Return what `read` unpickles. Where the stand-ins refuse a file, names of numpy that the user has allowed are
+    used in a second attempt: in the first a part of them would only replace stand-ins. Called under `_lock`."""
     try:
         with _allowed(users_numpy=False):
             return in_numpys_own(read(), _classes())
@@ -160,7 +160,7 @@ def _read_allowed(read: Callable[[], Any]) -> Any:
 
 
 def _classes() -> tuple[type, ...]:
-    """The classes whose objects may have attributes out of a file."""
+    """Return the classes whose objects may have attributes from a file."""
     entries = [entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()]
     return (torch.Tensor, *(entry for entry in entries if isinstance(entry, type)))
 
@@ -172,11 +172,11 @@ def _users_numpy() -> list[Any]:
 
 @contextlib.contextmanager
 def _allowed(*, users_numpy: bool) -> Iterator[None]:
-    """Let torch's unpickler know the list meanwhile, and of numpy what the user has allowed or only the stand-ins. What
-    the user has allowed is the same before and after. Under `_lock`."""
+    """Give torch's unpickler our list while this context is open. `users_numpy`: keep names of numpy that the user has
+    allowed, otherwise only our stand-ins. The user's names are the same before and after. Called under `_lock`."""
     hidden = [] if users_numpy else _users_numpy()
     with safe_globals(hidden):
-        pass  # at its end they are off the list
+        pass  # the end of the context removes them from the list
     try:
         taken = {_name_of(entry) for entry in get_safe_globals()}
         with safe_globals([entry for entry in (*_listed, *STAND_INS) if _name_of(entry) not in taken]):
@@ -190,7 +190,7 @@ def _name_of(entry: Any) -> str:
 
 
 def _refused_names(file: BinaryIO, message: str) -> str:
-    """What was refused, as a list in words; empty where torch's message is about something else."""
+    """Return the refused names for a message, empty where torch's message is about something else."""
     names: list[str] = []
     with contextlib.suppress(Exception):  # a file in the old format, or a broken one
         file.seek(0)
@@ -211,13 +211,13 @@ def _operation(message: str) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """Names out of a pickle, fit for a message."""
+    """Return names from a pickle in a form fit for a message."""
     shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} others"
 
 
 def _reason(error: Exception) -> str:
-    """The line of an error's message that says what is wrong, fit for a terminal."""
+    """Return the line of an error's message that tells the cause, fit for a terminal."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if line.startswith("WeightsUnpickler error:")] or lines or [""]
     return ascii(telling[0].removeprefix("WeightsUnpickler error:").strip()[:300])[1:-1]
@@ -230,10 +230,10 @@ def _unreadable(path: str | os.PathLike[str], how: str) -> SlideError:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files of torch.save read through a memory map, whose pages are given back as soon as they have been used.
+# Files of torch.save are read through a memory map, and the pages are given back right after use.
 #
-# A page that has been read counts as memory of the process until the kernel takes it back; a checkpoint is larger than
-# what is free beside the model.
+# A page that has been read counts as memory of the process until the kernel takes it back. A checkpoint is larger than
+# the memory that is free beside the model.
 
 _MADV_WILLNEED, _MADV_DONTNEED = 3, 4
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -242,14 +242,14 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedFiles:
-    """Loads files, and knows which addresses are maps of them: anywhere else, giving pages back would lose data."""
+    """Loads files, and knows which addresses are maps of them. Giving back other pages would lose data."""
 
     def __init__(self) -> None:
         self._ranges: set[tuple[int, int]] = set()
 
     def load(self, path: str, map_location: Any) -> Any:
-        """The content of a file, read as `restricted` says; the tensors are maps of the file. A file in torch's old
-        format, which cannot be mapped, is read into memory. Raises FileNotFoundError, SlideError."""
+        """Load a file with the restricted unpickler, with tensors that are maps of the file. A file in torch's old
+        format cannot be mapped and is read into memory. Raises FileNotFoundError, SlideError."""
         with regular_checkpoint_file(path) as file:
             if not is_zip(file):
                 return load_open(file, path, map_location, mapped=False)
@@ -260,7 +260,7 @@ class MappedFiles:
 
     @contextlib.contextmanager
     def using(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """A contiguous tensor that is read once: from disk in one go at the beginning, out of memory at the end."""
+        """Use a contiguous tensor once. Its pages are read from disk at the beginning and given back at the end."""
         self._advise(tensor, _MADV_WILLNEED)
         yield tensor
         self._advise(tensor, _MADV_DONTNEED)
@@ -270,11 +270,11 @@ class MappedFiles:
         for first, last in self._ranges:
             if first <= start < stop <= last:
                 start -= start % _PAGE
-                _libc.madvise(start, stop - start, advice)  # advice only: whatever it answers
+                _libc.madvise(start, stop - start, advice)  # only advice: its result does not matter
 
 
 def _maps_of(file: BinaryIO) -> set[tuple[int, int]]:
-    """Address ranges in which this process has mapped a file."""
+    """Return the address ranges where this process has mapped a file."""
     inode = str(os.fstat(file.fileno()).st_ino)
     name = os.path.basename(os.readlink(f"/proc/self/fd/{file.fileno()}"))  # in a directory of links, another one
     ranges = set()

@@ -1,4 +1,4 @@
-"""Reading and writing of runs of one state in the state buffers of a unit. The caller has settled the unit."""
+"""Reading and writing spans of one state in the state buffers of a unit. The caller has settled the unit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_slide.runtime.step.phases import HOLD_HINT
 from ds_slide.store.state import UnitState
 
 MASTER = "master"
-# encode_split works in 32-bit integers: 1 MiB a temporary, which stays in a core's cache.
+# encode_split works in 32-bit integers. A temporary has 1 MiB and stays in a core's cache.
 _CHUNK = 1 << 18
 
 
@@ -28,14 +28,15 @@ class HasState(Protocol):
 
 
 def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
-    """Raise SlideError where `what` would meet the unit's next weights between backward() and step(), or weights of
-    two steps after an exception."""
+    """Raise SlideError where `what` would meet the unit's next weights between backward() and step(). Raise it also
+    where an exception has left weights of two steps."""
     runtime.interruptions.require_weights(what)
     require_no_update(unit, what)
 
 
 def require_no_update(unit: Unit, what: str) -> None:
-    """The first half of `require_stepped`: what is about to write all weights may find any."""
+    """Raise SlideError where an update of the unit is under way: the first half of `require_stepped`. A caller that
+    writes all weights may find weights of two steps."""
     if unit.gradient_ready and not unit.state.has("gradient"):
         raise SlideError(
             f"{what} between backward() and step() would meet {unit.name} after its update, which is under way "
@@ -44,21 +45,21 @@ def require_no_update(unit: Unit, what: str) -> None:
 
 
 def pieces(numel: int, length: int = _CHUNK) -> Iterator[slice]:
-    """[0, numel) in runs of `length` elements at most."""
+    """Cut [0, numel) into spans of at most `length` elements."""
     return (slice(start, min(start + length, numel)) for start in range(0, numel, length))
 
 
 def local_span(entry: Entry) -> slice:
-    """The elements of this rank's partition within its unit."""
+    """Return the span of this rank's partition in its unit."""
     return slice(entry.offset, entry.offset + entry.partition_numel)
 
 
 def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
-    """fp32 values of `key` (MASTER or the name of a state) of the trainable elements `span`, where the state buffers
-    are: a new tensor or a view."""
+    """Return fp32 values of `key` (MASTER or the name of a state) of the trainable elements `span`. They are on the
+    device of the state buffers, in a new tensor or a view."""
     state = unit.state
     if key != MASTER:
-        # In a subspace there is no state of a parameter's own (`ds_slide.checkpoint.compressed` has what there is).
+        # A subspace has no states of single parameters (`ds_slide.checkpoint.compressed` saves its moments).
         return torch.zeros(span.stop - span.start) if state.change is not None else state.read(key, span)
     weight = state.read("weight", span)
     if not state.has("remainder"):
@@ -68,7 +69,8 @@ def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """`decode_split` of bf16 and int16 in 32-bit arithmetic, which is 6 times faster and wraps where it has to."""
+    """Join bf16 weights and int16 remainders like `decode_split`, in 32-bit arithmetic. This is 6 times faster and
+    wraps where it has to."""
     bits = torch.empty_like(weight, dtype=torch.int32)
     for part in pieces(weight.numel()):
         bits[part].copy_(weight[part].view(torch.int16)).bitwise_left_shift_(16).add_(remainder[part])
@@ -76,17 +78,17 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def write_values(unit: Unit, key: str, span: slice, values: torch.Tensor) -> None:
-    """Set `key` of the trainable elements `span` from flat fp32 values; masters set the weights too."""
+    """Set `key` of the trainable elements `span` from flat fp32 values. MASTER sets the weights too."""
     state, dtype = unit.state, unit.state.dtype_of("weight")
     if key != MASTER:
-        if state.change is None:  # else they are in a file of their own (`ds_slide.checkpoint.compressed`)
+        if state.change is None:  # else their own file has them (`ds_slide.checkpoint.compressed`)
             state.write(key, span, values)
     elif dtype == torch.bfloat16:
         high = torch.empty(values.numel(), dtype=torch.int16, device=values.device)
         low = torch.empty_like(high)
         for part in pieces(values.numel()):
             high[part], low[part] = encode_split(values[part])
-        if state.has("remainder"):  # else the weights are the masters, rounded as those of split masters are
+        if state.has("remainder"):  # else the weights are the masters, rounded in the way of split masters
             state.write("remainder", span, low)
         state.write("weight", span, high.view(dtype))
     else:
@@ -96,28 +98,28 @@ def write_values(unit: Unit, key: str, span: slice, values: torch.Tensor) -> Non
 
 
 def as_weights(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Flat fp32 masters, rounded to the weights that an engine with these masters has."""
+    """Round flat fp32 masters to the weights that an engine with these masters has."""
     if dtype != torch.bfloat16:
         return values.to(dtype).float()
     return torch.cat([encode_split(values[part])[0].view(dtype).float() for part in pieces(values.numel())])
 
 
 def read_weights(unit: HasState, entry: Entry, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of this rank's partition in the model's dtype, in host memory."""
+    """Return the elements [start, stop) of this rank's partition in the model's dtype, in host memory."""
     return unit.state.read("weight", slice(entry.offset + start, entry.offset + stop)).cpu()
 
 
 def write_frozen(unit: Unit, entry: Entry, start: int, values: torch.Tensor) -> None:
-    """Set the weights of a parameter without optimizer states from element `start` of this rank's partition."""
+    """Set the weights of a parameter without optimizer states, from element `start` of this rank's partition on."""
     place = entry.offset + start
     unit.state.write("weight", slice(place, place + values.numel()), values.to(unit.state.dtype_of("weight")))
 
 
 def write_weight(unit: Unit, entry: Entry, values: torch.Tensor) -> bool:
-    """Set the weight from [<= partition_numel] values as a script has them; True when any bit changed.
+    """Set the weight from [<= partition_numel] values that a script gives. True when any bit changed.
 
-    The master of a changed element becomes the new value exactly; an unchanged element keeps its remainder. Of narrowed
-    weights scripts have the masters.
+    The master of a changed element becomes exactly the new value. An unchanged element keeps its remainder. For
+    narrowed weights scripts give the masters.
     """
     state, span = unit.state, slice(entry.offset, entry.offset + values.numel())
     if unit.spec.precision.narrowed and values.dtype == unit.parameter_dtype:

@@ -1,8 +1,8 @@
-"""DeepSpeed's view of the states: flat tensors by sub-group, as its checkpoints and tools expect them.
+"""DeepSpeed's view of the states: flat tensors by sub-group, for its checkpoints and tools.
 
-A sub-group is a run of parameters of one optimizer group (cut at `sub_group_size`, as stock ZeRO-3 does), and its
-flat tensors hold this rank's padded partitions one after the other. DS-Slide stores by unit, so these tensors are
-planned, not made: a checkpoint takes them piece by piece from the state buffers, and is taken apart piece by piece.
+A sub-group is a sequence of parameters of one optimizer group, cut at `sub_group_size` like in stock ZeRO-3. Its flat
+tensors hold this rank's padded partitions one after the other. DS-Slide stores by unit, so these tensors are planned,
+not made. A save takes them in pieces from the state buffers, and a load writes them in pieces.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ds_slide.runtime.engine import SlideRuntime
 
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
 States = Callable[[Unit], HasState]
-"""Where the states of a unit are read: in the unit itself once it has settled, or in a copy."""
+"""Returns the source of a unit's states: the settled unit itself, or a copy."""
 Flat = tuple[torch.Tensor, int]
-"""A flat tensor, and where in it the partition of a parameter begins."""
+"""A flat tensor, and the element where the partition of a parameter begins."""
 
 
 @dataclass(frozen=True)
 class SubGroups:
-    """The sub-groups of an engine. `groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group that each
-    belongs to. `state_names`: what the update rule keeps."""
+    """The sub-groups of an engine. `groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group of each.
+    `state_names`: the states of the update rule."""
 
     groups: Sequence[Sequence[nn.Parameter]]
     group_ids: Sequence[int]
@@ -44,19 +44,19 @@ class SubGroups:
     state_names: Sequence[str]
 
     def settled(self, unit: Unit) -> Unit:
-        """`unit`, whose pending update has ended."""
+        """Wait for the pending update of `unit` and return the unit."""
         self.runtime.settle(unit)
         return unit
 
     def masters(self, states: States) -> list[Planned]:
-        """fp32 masters by sub-group (`fp32_flat_groups`)."""
+        """Return the fp32 masters by sub-group (`fp32_flat_groups`)."""
         return [self._planned(group, MASTER, states) for group in self.groups]
 
     def optimizer_state(
         self, param_groups: Sequence[dict[str, Any]], step: Callable[[], int | torch.Tensor], states: States
     ) -> dict[str, Any]:
-        """The state dict that a torch optimizer over the flat sub-groups would have. `step`: makes one for each of
-        them, since optimizers that keep tensors count in place."""
+        """Return the state dict that a torch optimizer over the flat sub-groups would have. `step` makes a step count
+        for each sub-group, because optimizers with a tensor count in place."""
         state = {
             number: {"step": step(), **{key: self._planned(group, key, states) for key in self.state_names}}
             for number, group in enumerate(self.groups)
@@ -87,7 +87,7 @@ class SubGroups:
         return Planned(ends[-1] if ends else 0, torch.float32, read)
 
     def load_masters(self, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
-        """Set weights and masters from `fp32_flat_groups`. `rounded`: to the model's dtype, both."""
+        """Set weights and masters from `fp32_flat_groups`. `rounded`: round both to the model's dtype."""
         self._check(flats, "fp32_flat_groups")
         self.runtime.begin_writing()
         self._load(MASTER, flats, files, rounded=rounded)
@@ -97,7 +97,7 @@ class SubGroups:
     def load_optimizer_state(
         self, state_dict: dict[str, Any], param_groups: Sequence[dict[str, Any]], files: MappedFiles
     ) -> int:
-        """Set the optimizer states and the groups' settings; returns the step count."""
+        """Set the optimizer states and the groups' settings, and return the step count."""
         saved = [state_dict["state"][number] for number in sorted(state_dict["state"])]
         for key in self.state_names:
             if not all(key in state for state in saved):
@@ -111,7 +111,7 @@ class SubGroups:
             self._check(flats, "optimizer_state_dict")
             self._load(key, flats, files)
         load_settings(param_groups, state_dict["param_groups"])
-        # torch's SGD counts no steps: with a state, its first one is over.
+        # torch's SGD counts no steps. If it has a state, its first step is over.
         return int(saved[-1].get("step", 1)) if saved else 0
 
     def _load(self, key: str, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
@@ -125,8 +125,8 @@ class SubGroups:
     def load_unit(
         self, unit: Unit, key: str, sources: Mapping[nn.Parameter, Flat], files: MappedFiles, *, rounded: bool = False
     ) -> None:
-        """Set one state of a unit, in the order of the state buffers, padding included, and in pieces that start at a
-        multiple of PIECE: state buffers with a scale for each group of elements get whole groups."""
+        """Set one state of a unit in the order of the state buffers, with padding. The pieces start at a multiple of
+        PIECE, so that state buffers with a scale for each group of elements get whole groups."""
         self.runtime.settle(unit)
         weights = unit.parameter_dtype
         for span in pieces(unit.layout.trainable_numel, PIECE):
@@ -152,8 +152,8 @@ def load_settings(param_groups: Sequence[dict[str, Any]], saved: Sequence[Mappin
 
 
 def _values(unit: Unit, span: slice, sources: Mapping[nn.Parameter, Flat], files: MappedFiles) -> torch.Tensor:
-    """Local elements `span` of a unit from the flat tensors; zeros between the parameters and where a flat tensor ends
-    before the partition does."""
+    """Return the local elements `span` of a unit from the flat tensors. Elements between the parameters are zero, and
+    so is the rest of a partition behind the end of its flat tensor."""
     values = torch.zeros(span.stop - span.start, dtype=torch.float32)
     for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
         first, last = max(entry.offset, span.start), min(entry.offset + entry.partition_numel, span.stop)

@@ -1,8 +1,8 @@
 """CRC-32 of files that are written and read in pieces, by several threads.
 
-CRC-32 because the standard library has it (2 GB/s a thread, without the interpreter lock), because zip records carry
-it anyway, and because the sums of the pieces give the sum of the whole: the records of an archive are summed while they
-are written, and nothing is read back.
+The standard library has CRC-32 (2 GB/s a thread, without the interpreter lock), and zip records contain it anyway. The
+sums of the pieces also give the sum of the whole. So the records of an archive are summed while they are written, and
+nothing is read back.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ds_slide.errors import SlideError
 
 THREADS = 4
 SEGMENT = 8 << 20
-"""Bytes that a thread reads at a time."""
+"""Bytes that a thread reads at once."""
 _POLYNOMIAL = 0xEDB88320
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Size in bytes and CRC-32 of some bytes; `a + b` is the sum of those of `a` followed by those of `b`."""
+    """Size in bytes and CRC-32 of some bytes. `a + b` is the sum of the bytes of `a` followed by the bytes of `b`."""
 
     nbytes: int = 0
     crc: int = 0
@@ -48,7 +48,7 @@ def total(sums: Iterable[Sum]) -> Sum:
 
 
 def sum_of_file(path: str | os.PathLike[str]) -> Sum:
-    """Read a file once, THREADS segments at a time. Raises OSError, and SlideError for what is no regular file."""
+    """Read a file once, THREADS segments at a time. Raises OSError, and SlideError where it is no regular file."""
     with regular_file(path) as file:
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
@@ -88,7 +88,7 @@ def _multiply(a: int, b: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _power(nbytes: int) -> int:
-    """x to the power 8 * nbytes."""
+    """Return x to the power 8 * nbytes."""
     result, square, exponent = 1 << 31, 1 << 30, 8 * nbytes
     while exponent:
         if exponent & 1:
@@ -99,13 +99,13 @@ def _power(nbytes: int) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Opening what lies in a checkpoint directory, which anybody may have put there.
+# Opening entries of a checkpoint directory, which any user may have put there.
 #
-# A FIFO would block whoever opens it, a device may do something when it is opened, and a directory cannot be read. So
-# only regular files are opened, be it through a symbolic link: the Hub's cache consists of links to files.
+# Opening a FIFO would block, opening a device may have effects, and a directory cannot be read. So only regular files
+# are opened. A symbolic link to one is followed: the Hub's cache consists of links to files.
 
 _NAME_LIMIT = 4096
-"""Bytes that `latest` may hold: no path is longer."""
+"""The most bytes of `latest`: no path is longer."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -118,8 +118,8 @@ _KINDS = {
 @contextlib.contextmanager
 def regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a regular file for reading. Raises OSError, and SlideError where `path` is anything else."""
-    _require_regular(path, os.stat(path).st_mode)  # first, as opening a device may already do something
-    # Not blocking: a FIFO may have taken the file's place since then.
+    _require_regular(path, os.stat(path).st_mode)  # before it is opened, because opening a device may have effects
+    # O_NONBLOCK, because a FIFO may have taken the file's place since then.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         _require_regular(path, os.fstat(descriptor).st_mode)
@@ -127,7 +127,7 @@ def regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def tag_in(path: Path) -> str:
-    """The tag that a file such as `latest` names. Raises SlideError, which names the file."""
+    """Return the tag that a file such as `latest` names. Raises SlideError, which names the file."""
     try:
         with regular_file(path) as file:
             content = file.read(_NAME_LIMIT + 1)

@@ -1,12 +1,12 @@
-"""Universal checkpoints, as DeepSpeed's `ds_to_universal.py` makes them: one file for each parameter and state.
+"""Universal checkpoints of DeepSpeed's `ds_to_universal.py`: one file for each parameter and state.
 
-    <tag>/zero/<parameter>/fp32.pt, <state>.pt    the whole tensor, flat, whatever ranks have saved it
+    <tag>/zero/<parameter>/fp32.pt, <state>.pt    the whole tensor, flat, for any number of ranks
     <tag>/zero/optimizer_state.pt                                step count, parameter groups, loss scale
     <tag>/zero_pp_rank_<N>_mp_rank_00_model_states.pt            what the script saved; no weights that are trained
 
-Each rank maps the files of one unit at a time and copies its own part of them, so any number of ranks can load, and
-memory stays bounded. As in stock, frozen parameters and buffers are not in there and stay as the model has them. Stock
-gives every parameter group the settings of the first one; here each gets its own back.
+Each rank maps the files of one unit at a time and copies its own part of them. So any number of ranks can load, and
+memory stays bounded. Like in stock, the files lack frozen parameters and buffers, which stay as the model has them.
+Stock gives every parameter group the settings of the first one. Here each group gets its own settings back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AGAIN = "convert the checkpoint again with ds_to_universal.py, or load another 
 
 @dataclass(frozen=True)
 class GlobalState:
-    """What all parameters share. `scale`: the loss scaler and its two companions, by the names of ZeRO's attributes."""
+    """State that all parameters share. `scale`: three attributes of ZeRO's loss scaling, by name."""
 
     step: int
     param_groups: Sequence[Mapping[str, Any]]
@@ -71,7 +71,7 @@ class UniversalCheckpoint:
                     self._flat(parameter, sub_groups.places[parameter][1], key, MappedFiles())
 
     def global_state(self) -> GlobalState:
-        """What all parameters share. Raises SlideError where the file is not one of a ZeRO-3 checkpoint."""
+        """Load what all parameters share. Raises SlideError where the file is not from a ZeRO-3 checkpoint."""
         content = _loaded(self.global_file, MappedFiles())
         try:
             optimizer = content[OPTIMIZER_STATE_DICT]
@@ -87,11 +87,11 @@ class UniversalCheckpoint:
             ) from error
 
     def load(self, sub_groups: SubGroups, rank: int, keys: Sequence[str], *, rounded: bool = False) -> None:
-        """Copy `rank`'s part of every state in `keys`. `rounded`: masters to the model's dtype."""
+        """Copy `rank`'s part of every state in `keys`. `rounded`: round masters to the model's dtype."""
         sub_groups.runtime.begin_writing()
         for unit in sub_groups.runtime.units:
             for key in keys:
-                files = MappedFiles()  # for these files only: later ones may be mapped where they were
+                files = MappedFiles()  # for these files only: later files may be mapped at the same addresses
                 sources = self._sources(unit, rank, key, files)
                 sub_groups.load_unit(unit, key, sources, files, rounded=rounded and key == MASTER)
         for unit in sub_groups.runtime.units:

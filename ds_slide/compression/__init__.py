@@ -1,1 +1,1 @@
-"""What of a gradient leaves the GPU, and how the update that it leads to reaches the weights."""
+"""Gradient codecs: what leaves the GPU for a gradient, and how its update reaches the weights."""

@@ -1,18 +1,18 @@
-"""What a gradient codec is: of one unit, what leaves the GPU for its gradient and what comes back.
+"""The interface of a gradient codec: what leaves the GPU for a unit's gradient, and what comes back.
 
     GPU       encode the parameters' gradients, into a staging buffer or where they lie
     d2h       `numel` elements of `dtype`
     update    one step of the optimizer states, which have an item for each of these elements
-    h2d       what the step has written: weights, in their state buffer, or a change of them
+    h2d       the result of the step: weights, in their state buffer, or a change of them
     GPU       `apply` it to the weights that modules read
 
-A step of a codec that `compresses` writes no weights: it is done on weights of -0.0, which no decay moves and of which
-every change is the exact one (-0.0 - x is -x, zeros of both signs included), in `CHANGE_DTYPE`. The weights are on the
-GPU, with what completes them to the masters, and are decayed there.
+A step of a codec that `compresses` writes no weights. It starts from weights of -0.0 in `CHANGE_DTYPE`. Decay does not
+move them, and their change is exact (-0.0 - x is -x, also for zeros of both signs). The weights are on the GPU with the
+remainders of their masters, and are decayed there.
 
-A codec is made from a unit's layout, before the plan, which takes its bytes from it, and belongs to that unit for the
-run; `ds_slide.runtime.core.settings` says which unit has which. Units that pass through the window are fetched as
-weights, so a codec whose updates are something else is for units that are on the GPU all the time.
+A codec is made from a unit's layout, before the plan, which asks it for its bytes. It belongs to that unit for the run;
+`ds_slide.runtime.core.settings` chooses it. Units that pass through the window are fetched as weights, so a codec that
+compresses is for units that stay on the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ds_slide.model.layout import Entry, Segment, UnitLayout, align_up, piece
 from ds_slide.optim.rule import Hyper
 
 CHANGE_DTYPE = torch.float32
-"""The data type of what a step writes where that is a change of the weights."""
+"""The data type of a change of the weights."""
 CHANGE_START = -0.0
 
 Gradients = Sequence[torch.Tensor | None]
@@ -36,21 +36,21 @@ Gradients = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Masters:
-    """The weights of a unit on the GPU, [slot_numel] in slot layout, and what completes them to their masters, where
-    that is there as well. Of all ranks: each has all of them."""
+    """The weights of a unit on the GPU, [slot_numel] in slot layout, and their remainders if any. Each rank has the
+    parts of all ranks."""
 
     weight: torch.Tensor
     remainder: torch.Tensor | None = None
 
     @property
     def are_rounded(self) -> bool:
-        """Whether a change that is applied to them is rounded stochastically: bf16 weights that are all there is."""
+        """Whether changes are rounded stochastically: for bf16 weights without remainder."""
         return self.weight.dtype == torch.bfloat16 and self.remainder is None
 
 
 @dataclass(frozen=True)
 class SegmentStep:
-    """One step of an update rule on one run of elements."""
+    """One step of an update rule on one span of elements."""
 
     segment: Segment
     hyper: Hyper
@@ -58,7 +58,7 @@ class SegmentStep:
 
 @dataclass(frozen=True)
 class Place:
-    """Elements [start, start + numel) of an encoded gradient, where they lie on the GPU; None stands for zeros."""
+    """Elements [start, start + numel) of an encoded gradient where they lie on the GPU. None stands for zeros."""
 
     start: int
     numel: int
@@ -66,17 +66,17 @@ class Place:
 
 
 class GradientCodec(Protocol):
-    """Encoding runs on the thread and the stream that compute, before sums of micro-batches and the collectives, so it
-    is linear. Nothing here waits for the GPU."""
+    """Encodes gradients on the compute thread and stream, before sums of micro-batches and the collectives. So encoding
+    is linear. No method waits for the GPU."""
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's encoded gradient, padding included, and items of each state that they update."""
+        """Elements of this rank's encoded gradient with padding, and items of each of its states."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The data type in which gradients are reduced and leave the GPU."""
+        """The data type of gradients when they are reduced and leave the GPU."""
         ...
 
     @property
@@ -86,13 +86,12 @@ class GradientCodec(Protocol):
 
     @property
     def compresses(self) -> bool:
-        """Whether a step writes a change of the weights, for the plan: a unit that has been built answers this by
-        `UnitState.writes_change`. The square sum that `encode` gives is then that of the gradient itself, not of what
-        `out` holds."""
+        """Whether a step writes a change of the weights. Asked by the plan: `UnitState.writes_change` tells the same
+        for a built unit. If so, `encode` returns the square sum of the gradient itself, not of `out`."""
         ...
 
     def written_dtype(self, weight: torch.dtype) -> torch.dtype:
-        """The data type of what a step writes, for weights of a data type."""
+        """Return the data type that a step writes, for weights of data type `weight`."""
         ...
 
     @property
@@ -101,7 +100,8 @@ class GradientCodec(Protocol):
         ...
 
     def update_begin(self, written: torch.Tensor) -> torch.Tensor:
-        """The weights that a step begins from, as many as `written`: that itself where a step writes in place."""
+        """Return the weights that a step begins from, of the size of `written`. A step in place begins from `written`
+        itself."""
         ...
 
     @property
@@ -111,28 +111,28 @@ class GradientCodec(Protocol):
 
     @property
     def encode_bytes(self) -> int:
-        """Bytes of GPU memory that `encode` works in, which all units share: the compute stream's. A multiple of 4."""
+        """Bytes of the GPU workspace of `encode`, which all units share on the compute stream. A multiple of 4."""
         ...
 
     @property
     def apply_bytes(self) -> int:
-        """Bytes of GPU memory that `apply` works in, a change on its way among them, which all units share: those of
-        the stream that applies. A multiple of 4."""
+        """Bytes of the GPU workspace of `apply`, with room for an uploaded change. All units share it on the stream
+        that applies. A multiple of 4."""
         ...
 
     @property
     def encode_traffic(self) -> int:
-        """Bytes of GPU memory that `encode` reads and writes more than a copy of the gradient does."""
+        """Bytes of GPU memory that `encode` reads and writes beyond a copy of the gradient."""
         ...
 
     def apply_traffic(self, master_bytes: int) -> int:
-        """Bytes of GPU memory that `apply` reads and writes more than a copy of the weights does. `master_bytes`: of an
-        element of the masters."""
+        """Return the bytes of GPU memory that `apply` reads and writes beyond a copy of the weights. `master_bytes`:
+        bytes of one element of the masters."""
         ...
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """Ranges of one parameter group each, which cover [0, numel) without gaps: an update is a step on each."""
+        """Spans of one parameter group each, which cover [0, numel) without gaps. An update is a step on each."""
         ...
 
     @property
@@ -143,40 +143,41 @@ class GradientCodec(Protocol):
     def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
         """Write or add the encoded gradient, rounded to `dtype`, to `out` ([>= numel], any dtype). With one rank only.
 
-        -> the square sum of the gradient that `out` then holds (of `gradients` alone, where the codec compresses), []
-        fp64, where the same pass gives it; None where it is that of the elements of `out`.
+        Returns the square sum of the gradient that `out` then holds, [] fp64, where the same pass gives it. If the
+        codec compresses, it is the square sum of `gradients` alone. None: the caller sums the squares of `out`.
         """
         ...
 
     def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> torch.Tensor | None:
-        """Write what each rank gets of this rank's gradient, to be averaged, to `out` ([world_size * numel] of `dtype`,
-        rank-major). With several ranks only.
+        """Write each rank's part of this rank's gradient to `out` ([world_size * numel] of `dtype`, rank-major). The
+        parts are averaged afterwards. With several ranks only.
 
-        -> the square sum of `gradients`, [] fp64, where the codec compresses.
+        Returns the square sum of `gradients`, [] fp64, where the codec compresses.
         """
         ...
 
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
-        """The encoded gradient without a buffer of its size, [0, numel) ascending, without gaps. With one rank only."""
+        """Return the encoded gradient without a buffer of its size: ascending places that cover [0, numel) without
+        gaps. With one rank only."""
         ...
 
     def apply(
         self, written: Sequence[torch.Tensor], span: slice, masters: Masters, steps: Sequence[SegmentStep]
     ) -> int:
-        """Bring the elements `span` of what an update has `written` (page-locked), by rank, to `masters`, on the
-        current stream. `steps`: that update. -> bytes moved. Where there are several ranks only if the codec
-        compresses; all of them then make the same bits of the same bits."""
+        """Bring the elements `span` of an update's result to `masters`, on the current stream, and return the bytes
+        moved. `written`: the page-locked results by rank. `steps`: the steps of that update. Several ranks call this
+        only if the codec compresses, and all of them then get the same bits from the same bits."""
         ...
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The codec that changes nothing: the gradient itself leaves the GPU, states have the weights' shape, and the update
-# itself writes the weights.
+# The codec that changes nothing. The gradient itself leaves the GPU, states have the weights' shape, and the update
+# writes the weights.
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Gradients of a unit of `layout`, in `dtype`: a `GradientCodec`."""
+    """A `GradientCodec` that leaves the gradients of a unit of `layout` as they are, in `dtype`."""
 
     layout: UnitLayout
     dtype: torch.dtype
@@ -238,7 +239,7 @@ class Identity:
         return None
 
     def encode_in_one_pass(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
-        """`encode` by the GPU kernel, which also writes the alignment gaps and the parts of unused parameters."""
+        """Encode by the GPU kernel, which also writes the alignment gaps and the parts of unused parameters."""
         from ds_slide.kernels.offload.gradient_pack import pack_gradients
 
         square_sum = torch.empty((), dtype=torch.float64, device=out.device)
@@ -248,7 +249,7 @@ class Identity:
         return square_sum
 
     def encode_by_torch(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> None:
-        """`encode` without a GPU; the bits are the same."""
+        """Encode without a GPU, with the same bits."""
         given = [(entry, flat) for entry, flat in self._flat(gradients) if flat is not None]
         sources = [flat for _, flat in given]
         if not accumulate and sum(flat.numel() for flat in sources) != out.numel():
@@ -277,7 +278,7 @@ class Identity:
         for entry, flat in self._flat(gradients):
             places.append(Place(entry.offset, entry.numel, flat))
             if gap := align_up(entry.numel) - entry.numel:
-                # Not left as it is: a ring buffer has the last unit's gradient there, which would count in the norm.
+                # The gap becomes zero: a ring buffer has another gradient there, which would count in the norm.
                 places.append(Place(entry.offset + entry.numel, gap, None))
         return places
 
@@ -293,7 +294,7 @@ class Identity:
         return (span.stop - span.start) * own.element_size()
 
     def _flat(self, gradients: Gradients) -> Iterator[tuple[Entry, torch.Tensor | None]]:
-        """Each trainable entry with its gradient, [numel] of `dtype`."""
+        """Yield each trainable entry with its gradient, [numel] of `dtype`."""
         trainable = self.layout.entries[: len(gradients)]  # they come first
         for entry, gradient in zip(trainable, gradients, strict=True):
             yield entry, None if gradient is None else gradient.reshape(-1).to(self.dtype)

@@ -18,10 +18,10 @@ _REFUSED = ("amsgrad", "maximize", "differentiable")
 
 
 class AdamWConstants(NamedTuple):
-    """One step's numbers, in the order of csrc/update/adamw.hpp: computed in double, rounded once to fp32, subnormals
-    set to zero.
+    """One step's numbers, in the order of csrc/update/adamw.hpp. They are computed in double and rounded once to fp32,
+    subnormals to zero.
 
-    The C++ kernels, the torch reference and the GPU kernel all start from these, so that their bits agree.
+    The C++ kernels, the torch reference and the GPU kernel all start from these numbers, so that their bits agree.
     """
 
     grad_scale: float
@@ -40,7 +40,7 @@ class AdamWConstants(NamedTuple):
 class AdamWHyper:
     """Hyper-parameters of one update of one parameter group.
 
-    ``step`` is the number of this update, 1 at the first. ``adam_w_mode`` is decoupled weight decay (AdamW); without
+    ``step`` is the number of this update, 1 at the first. ``adam_w_mode`` is decoupled weight decay (AdamW). Without
     it the decay is added to the gradient (Adam with L2). Raises SlideConfigError for values outside their range.
     """
 
@@ -64,11 +64,11 @@ class AdamWHyper:
 
     @classmethod
     def from_param_group(cls, group: Mapping[str, Any], *, step: int, adam_w_mode: bool | None = None) -> AdamWHyper:
-        """Hyper-parameters of ``group``, an element of ``optimizer.param_groups`` of Adam, AdamW, FusedAdam or
-        DeepSpeedCPUAdam.
+        """Return the hyper-parameters of ``group``, an element of ``optimizer.param_groups`` of Adam, AdamW, FusedAdam
+        or DeepSpeedCPUAdam.
 
-        ``adam_w_mode`` None takes the group's own ``decoupled_weight_decay`` (torch >= 2.7), else AdamW. DeepSpeed's
-        optimizers keep it as the attribute ``adam_w_mode`` of the optimizer: pass that.
+        ``adam_w_mode`` None means the group's own ``decoupled_weight_decay`` (torch >= 2.7), else AdamW. DeepSpeed's
+        optimizers have an attribute ``adam_w_mode``: pass that.
         Raises SlideConfigError for a parameter that would change the result and is not supported.
         """
         refused = [name for name in _REFUSED if group.get(name)]
@@ -103,7 +103,7 @@ class AdamWHyper:
         return self.adam_w_mode
 
     def constants(self, grad_scale: float = 1.0) -> AdamWConstants:
-        """The fp32 numbers of this step; ``grad_scale`` multiplies the gradient (clip factor / loss scale)."""
+        """Return the fp32 numbers of this step. ``grad_scale`` multiplies the gradient (clip factor / loss scale)."""
         beta1, beta2 = self.betas
         bc1 = 1.0 - beta1**self.step if self.bias_correction else 1.0
         bc2 = 1.0 - beta2**self.step if self.bias_correction else 1.0
@@ -129,7 +129,7 @@ def _hyper_of(group: Mapping[str, Any], step: int, optimizer: Any) -> AdamWHyper
 def _reference_step(
     hyper: AdamWHyper, c: AdamWConstants, w: torch.Tensor, g: torch.Tensor, states: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """The new weights and moments, each operation rounded by itself; ``g`` has the factor on the gradient already.
+    """Return the new weights and moments, with each operation rounded by itself. ``g`` already has its factor.
 
     AdamW:  w = (1 - lr * weight_decay) * w        Adam with L2:  g = g + weight_decay * w
     m = beta1 * m + (1 - beta1) * g

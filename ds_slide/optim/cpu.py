@@ -1,4 +1,4 @@
-"""CPU tensors in front of the C++ kernels."""
+"""The C++ kernels for CPU tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CpuUpdater:
 
     Thread ``i`` is pinned to ``cores[i % len(cores)]`` unless ``cores`` is empty. Calls release the GIL, may come from
     any thread and run one after the other. No result depends on the number of threads. All tensors are contiguous and
-    on the CPU; anything else is refused with SlideError. ``idle``: it is never called, and has no threads.
+    on the CPU, others raise SlideError. ``idle``: the object is never called, and has no threads.
     """
 
     def __init__(self, num_threads: int, cores: Sequence[int] = (), *, idle: bool = False) -> None:
@@ -51,7 +51,7 @@ class CpuUpdater:
             ) from error
 
     def end_threads(self) -> None:
-        """End the threads at once, whoever may keep this object. Nothing can be done with it afterwards."""
+        """End the threads at once, even while other objects refer to this one, which cannot be used afterwards."""
         if hasattr(self, "_workers"):
             del self._workers
 
@@ -79,25 +79,25 @@ class CpuUpdater:
         new_remainder: torch.Tensor | None = None,
         new_states: Sequence[torch.Tensor] = (),
     ) -> None:
-        """One step of ``hyper.rule`` in place, in one pass over memory; all tensors have the same number of elements.
-        ``part``: "weights" and then "states", for hyper-parameters with ``two_passes``, leave the same bits.
+        """Do one step of ``hyper.rule`` in place, in one pass over memory. All tensors have the same number of
+        elements. ``part``: "weights" and then "states", for hyper-parameters with ``two_passes``, give the same bits.
 
-        ``weight`` bf16 with ``remainder`` int16 is the split master; fp32 with None is a plain weight; fp16 with
+        ``weight`` bf16 with ``remainder`` int16 is the split master. fp32 with None is a plain weight. fp16 with
         ``remainder`` fp32 is an fp16 copy (written only) of the fp32 master. ``grad`` is bf16, fp16 or fp32 and is
         multiplied by ``grad_scale`` first.
 
         The states are all fp32, all bf16, or all uint8 codes with their ``scales``, fp32 [ceil(numel / 64)]
         (ds_slide.optim.low_precision). bf16 and codes are rounded stochastically by random bits of (``seed``, step,
-        element), where ``seed`` is the unit's and ``first``, a multiple of 64, is the number of element 0 within the
-        unit: chunks of a unit give the bits of the whole. An infinity or NaN in a state makes its group of codes NaN.
+        element). ``seed`` is the unit's. ``first``, a multiple of 64, is the number of element 0 within the unit, so
+        chunks of a unit give the bits of the whole. An infinity or NaN in a state makes its group of codes NaN.
 
-        ``new_weight`` gets the new weight, and ``weight`` stays as it is. ``old``, where it is not empty, has a tensor
-        for each of weight, remainder, states and scales (of codes only), or None, which gets its old bytes. For the
-        parts with a log ``low`` has one of uint8 for the weight and each state, and ``slices`` 4 KiB for every 16 Ki
-        elements. They are for states in fp32 and all weights but fp16; ``back`` takes what the step has been given.
+        ``new_weight`` gets the new weight, and ``weight`` stays as it is. ``old`` is empty, or has a tensor or None for
+        each of weight, remainder, states and scales (of codes only). Each tensor gets the old bytes. For the parts with
+        a log, ``low`` has a uint8 tensor for the weight and each state, and ``slices`` has 4 KiB for every 16 Ki
+        elements. These parts need states in fp32 and weights other than fp16. "back" takes the arguments of the step.
 
-        "out_of_place", for states in fp32, writes to ``new_weight``, ``new_remainder`` and ``new_states`` alone, each
-        from a multiple of 64 bytes on.
+        "out_of_place", for states in fp32, writes only to ``new_weight``, ``new_remainder`` and ``new_states``. Each
+        begins at a multiple of 64 bytes.
         """
         weight_format = _WEIGHT_FORMATS.get((weight.dtype, None if remainder is None else remainder.dtype))
         if weight_format is None:
@@ -142,13 +142,13 @@ class CpuUpdater:
         )
 
     def copy_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """``dst`` becomes the bytes of ``src``, of the same data type and size."""
+        """Copy the bytes of ``src`` to ``dst``, of the same data type and size."""
         numel, dtype = src.numel(), src.dtype
         to_ptr, from_ptr = _pointer("copy_", "dst", dst, numel, dtype), _pointer("copy_", "src", src, numel)
         _native.copy(self._workers, to_ptr, from_ptr, src.nbytes)
 
     def accumulate_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """``dst += src``: added in fp32, rounded to the dtype of ``dst``; bf16, fp16 and fp32 in any combination."""
+        """Do ``dst += src`` in fp32, rounded to the dtype of ``dst``. bf16, fp16 and fp32 in any combination."""
         numel = dst.numel()
         _native.accumulate(
             self._workers,
@@ -160,7 +160,7 @@ class CpuUpdater:
         )
 
     def sum_of_squares(self, tensor: torch.Tensor) -> float:
-        """Sum of the squares of a bf16, fp16 or fp32 tensor, accumulated in fp64; infinities and NaN propagate."""
+        """Return the sum of squares of a bf16, fp16 or fp32 tensor, added in fp64. Infinities and NaN propagate."""
         numel = tensor.numel()
         pointer = _pointer("sum_of_squares", "tensor", tensor, numel)
         return _native.sum_of_squares(self._workers, pointer, _dtype_name("sum_of_squares", "tensor", tensor), numel)
@@ -174,7 +174,7 @@ def _dtype_name(function: str, argument: str, tensor: torch.Tensor) -> _DtypeNam
 
 
 def _state_format(names: Sequence[str], states: Sequence[torch.Tensor]) -> StateFormat:
-    """The format of the last state; the others are checked against it. A rule without states counts as fp32."""
+    """Return the format of the last state. The others are checked against it. A rule without states counts as fp32."""
     if not states:
         return STATE_FORMATS["fp32"]
     found = next((known for known in STATE_FORMATS.values() if known.dtype == states[-1].dtype), None)

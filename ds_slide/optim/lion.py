@@ -4,8 +4,8 @@
     w = (1 - lr * weight_decay) * w - lr * sign(c)
     m = beta2 * m + (1 - beta2) * g
 
-sign(0) is 0, as published. DeepSpeed's two implementations move a weight whose c is 0 by lr, each in a direction of its
-own: weights that never had a gradient, such as rows of unused tokens, would drift by lr a step.
+sign(0) is 0, like in the paper. DeepSpeed's two implementations move a weight by lr where c is 0, each in its own
+direction. So weights that never had a gradient, such as rows of unused tokens, would drift by lr a step.
 """
 
 from __future__ import annotations

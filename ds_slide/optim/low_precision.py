@@ -1,15 +1,15 @@
-"""Formats in which the two moments may be stored: fp32, bf16 and 8-bit codes with a scale for each group.
+"""Storage formats of the two moments: fp32, bf16 and 8-bit codes with a scale for each group.
 
-The 8-bit code is a small floating-point number. In a group of 64 elements the scale is the largest magnitude, and
-magnitude code ``c`` stands for scale * u, where the bits of the fp32 number u are those of 1.0 minus
-``(top - c) << 20``: eight levels for each binade, exact at the top. Code 0 is zero. ``exp_avg_sq`` has top 255: its
-least level is 31.75 binades below the scale. ``exp_avg`` has a sign bit (128) and top 127: 15.75 binades. csrc has the
-same code in update/block8.hpp.
+The 8-bit code is a small floating-point number. In a group of 64 elements the scale is the largest magnitude. Magnitude
+code ``c`` stands for scale * u. The bits of the fp32 number u are the bits of 1.0 minus ``(top - c) << 20``: eight
+levels for each binade, exact at the top. Code 0 is zero. ``exp_avg_sq`` has top 255: its least level is 31.75 binades
+below the scale. ``exp_avg`` has a sign bit (128) and top 127: 15.75 binades. csrc has the same code in
+update/block8.hpp.
 
-This module converts deterministically, to nearest: what ``to_fp32`` gave, ``from_fp32`` turns into the same bits, so a
-checkpoint in fp32 resumes exactly. The update itself rounds stochastically (ds_slide.optim.rounding): with
-``1 - beta2 = 0.001`` an element of ``exp_avg_sq`` moves by far less than half a step of either format, and rounding to
-nearest would leave it where it is for ever.
+This module rounds deterministically, to nearest. ``from_fp32`` turns the result of ``to_fp32`` back into the same bits,
+so a checkpoint in fp32 resumes exactly. The update itself rounds stochastically (ds_slide.optim.rounding). With
+``1 - beta2 = 0.001`` an element of ``exp_avg_sq`` moves by far less than half a step of either format. Rounding to
+nearest would never move it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHUNK = 1 << 22  # elements converted at a time, a multiple of GROUP: the tempo
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How ``exp_avg`` and ``exp_avg_sq`` are stored; ``name`` is the value of ``ds_slide.state_dtype``."""
+    """How ``exp_avg`` and ``exp_avg_sq`` are stored. ``name`` is the value of ``ds_slide.state_dtype``."""
 
     name: Literal["fp32", "bf16", "8bit"]
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class StateFormat:
     group: int = GROUP
 
     def scale_numel(self, numel: int) -> int:
-        """Scales (fp32) of one moment of ``numel`` elements."""
+        """Return the number of scales (fp32) of one moment of ``numel`` elements."""
         return -(-numel // self.group) if self.has_scales else 0
 
 
@@ -51,7 +51,7 @@ _BY_DTYPE = {state_format.dtype: state_format for state_format in STATE_FORMATS.
 
 
 def state_format_of(exp_avg: torch.Tensor) -> StateFormat:
-    """The format of a stored moment, by its dtype; SlideError when there is none."""
+    """Return the format of a stored moment by its dtype. Raises SlideError when there is none."""
     state_format = _BY_DTYPE.get(exp_avg.dtype)
     if state_format is None:
         raise SlideError(f"a moment stored as {exp_avg.dtype} has no state format; use float32, bfloat16 or uint8.")
@@ -59,27 +59,27 @@ def state_format_of(exp_avg: torch.Tensor) -> StateFormat:
 
 
 def top_code(signed: bool) -> int:
-    """The magnitude code of the scale itself: 127 beside a sign bit, else 255."""
+    """Return the magnitude code of the scale itself: 127 beside a sign bit, else 255."""
     return 127 if signed else 255
 
 
 def least_level(signed: bool) -> float:
-    """u of magnitude code 1."""
+    """Return u of magnitude code 1."""
     return 1.25 * 2.0**-16 if signed else 1.25 * 2.0**-32
 
 
 def zero_code(signed: bool) -> int:
-    """What the bits of u would be for magnitude code 0."""
+    """Return the bits that u would have for magnitude code 0."""
     return _ONE - (top_code(signed) << STEP_BITS)
 
 
 def least_scale(signed: bool) -> float:
-    """The least scale: with a smaller one the least level would be subnormal, which counts as zero."""
+    """Return the least scale. With a smaller scale the least level would be subnormal, which counts as zero."""
     return 2.0**-110 if signed else 2.0**-94
 
 
 def group_scales(values: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """Scales, fp32 [ceil(n / 64)], of fp32 ``values`` [n]: largest magnitudes, exactly.
+    """Return the scales, fp32 [ceil(n / 64)], of fp32 ``values`` [n]: the exact largest magnitudes.
 
     A nonzero maximum below 2^-110 (exp_avg) or 2^-94 (exp_avg_sq) is raised to that. A group with a magnitude of 2^126
     or more, an infinity or NaN has the scale NaN.
@@ -92,15 +92,15 @@ def group_scales(values: torch.Tensor, *, signed: bool) -> torch.Tensor:
 
 
 def levels(values: torch.Tensor, scale: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """|values| over the scales of their groups, fp32 [n], as the kernels compute it: times the rounded reciprocal."""
+    """Return |values| over the scales of their groups, fp32 [n]: times the rounded reciprocal, like in the kernels."""
     reciprocal = (1.0 / scale.clamp(min=least_scale(signed)).double()).float()
     return (values.abs().double() * spread(reciprocal, values.numel()).double()).float()
 
 
 def to_fp32(stored: torch.Tensor, scale: torch.Tensor | None = None, *, signed: bool) -> torch.Tensor:
-    """fp32 values [n] of a stored moment [n]: fp32, bf16, or uint8 codes with ``scale`` [ceil(n / 64)].
+    """Return fp32 values [n] of a stored moment [n]: fp32, bf16, or uint8 codes with ``scale`` [ceil(n / 64)].
 
-    ``signed`` is true for ``exp_avg`` and false for ``exp_avg_sq``. Always a new tensor.
+    ``signed`` is true for ``exp_avg`` and false for ``exp_avg_sq``. The result is always a new tensor.
     """
     if not state_format_of(stored).has_scales:
         return stored.to(torch.float32, copy=True)
@@ -112,9 +112,9 @@ def to_fp32(stored: torch.Tensor, scale: torch.Tensor | None = None, *, signed: 
 
 
 def from_fp32(values: torch.Tensor, dtype: torch.dtype, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(stored, scale)`` of fp32 ``values`` [n] in the format with ``dtype``, rounded to nearest.
+    """Return ``(stored, scale)`` of fp32 ``values`` [n] in the format with ``dtype``, rounded to nearest.
 
-    ``scale`` is None but for uint8. A positive ``exp_avg_sq`` below its group's least level is stored as that level:
+    ``scale`` is None except for uint8. A positive ``exp_avg_sq`` below its group's least level is stored as that level:
     a zero would make the step of its element as long as eps allows. Memory beside the result: a chunk of 4 Mi elements.
     """
     if dtype not in _BY_DTYPE:
@@ -125,7 +125,7 @@ def from_fp32(values: torch.Tensor, dtype: torch.dtype, *, signed: bool) -> tupl
 
 
 def with_scales(values: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``from_fp32`` to uint8."""
+    """Return ``from_fp32`` to uint8."""
     stored = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     scale = torch.empty(-(-values.numel() // GROUP), dtype=torch.float32, device=values.device)
     for codes, part, anchors in _chunks(stored, values, scale):
@@ -134,7 +134,7 @@ def with_scales(values: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, to
         anchors.copy_(group_scales(normal, signed=signed))
         level = levels(normal, anchors, signed=signed)
         code = (level.view(torch.int32) + (1 << (STEP_BITS - 1)) - zero_code(signed)) >> STEP_BITS
-        # Half of the least level is where exp_avg goes to zero.
+        # Below half of the least level exp_avg goes to zero.
         kept = level >= 0.5 * least_level(signed) if signed else normal > 0
         codes.copy_(finish_codes(code, kept, normal, anchors, signed=signed))
     return stored, scale
@@ -143,7 +143,8 @@ def with_scales(values: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, to
 def finish_codes(
     code: torch.Tensor, kept: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, *, signed: bool
 ) -> torch.Tensor:
-    """uint8 codes of magnitude codes ``code``: at least 1 where ``kept``, else 0; the sign bit; groups that are NaN."""
+    """Return uint8 codes of magnitude codes ``code``: at least 1 where ``kept``, else 0, with sign bits and NaN
+    groups."""
     code = code.clamp(min=1)
     if signed:
         code = torch.where(values.signbit(), code | 0x80, code)
@@ -152,7 +153,7 @@ def finish_codes(
 
 
 def spread(scale: torch.Tensor, numel: int) -> torch.Tensor:
-    """Each scale once for every element of its group, [numel]."""
+    """Repeat each scale for every element of its group, [numel]."""
     return scale.repeat_interleave(GROUP)[:numel]
 
 
@@ -185,6 +186,6 @@ def _checked_scale(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Te
 def _chunks(
     first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor
 ) -> zip[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Flat pieces of two tensors of one size, with their scales."""
+    """Return flat pieces of two tensors of one size, with their scales."""
     pieces = (first.view(-1).split(_CHUNK), second.reshape(-1).split(_CHUNK), scale.split(_CHUNK // GROUP))
     return zip(*pieces, strict=True)

@@ -1,6 +1,6 @@
 """One step of any update rule in plain torch, on any device: what the C++ and GPU kernels must match bit by bit.
 
-The arithmetic is that of `ds_slide.optim.rounding`, the rule's own part is `UpdateRule.reference_step`.
+The arithmetic is in `ds_slide.optim.rounding`. `UpdateRule.reference_step` is the rule's own part.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _CHUNK = 1 << 22
 
 
 def encode_split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits fp32 ``weight`` into ``(hi, lo)``, both int16 of its shape; ``decode_split`` gives every number back.
+    """Split fp32 ``weight`` into ``(hi, lo)``, both int16 of its shape. ``decode_split`` gives every number back.
 
     ``hi`` holds the bits of the weight rounded to bf16, half up: ties (low half 0x8000) go away from zero. ``lo`` is
-    what the fp32 bits exceed those of ``hi`` by, a signed number. Rounding half to even, as torch's cast does, would
-    give a tie that went up and another that went down the same ``hi`` and ``lo``; ``hi`` differs from that cast only
-    in ties with an even upper half, and is as near. From 0x7F7F8000 (3.396e38) on ``hi`` is infinity, in torch's
-    cast too, and ``lo`` is negative; infinity itself has 0 there. NaN stays NaN, its payload is not kept.
+    the fp32 bits minus the bits of ``hi``, a signed number. torch's cast rounds half to even, which would give a tie
+    that went up and another that went down the same ``hi`` and ``lo``. ``hi`` differs from that cast only in ties with
+    an even upper half, and is as near. From 0x7F7F8000 (3.396e38) on ``hi`` is infinity, in torch's cast too, and
+    ``lo`` is negative. For infinity itself ``lo`` is 0. NaN stays NaN, but its payload is lost.
     """
     bits = weight.contiguous().view(torch.int32)
-    # A NaN is made quiet; without its low half the sum below cannot overflow.
+    # A NaN is made quiet. Without its low half the sum below cannot overflow.
     bits = torch.where(torch.isnan(weight), (bits | 0x00400000) & ~0xFFFF, bits)
     hi = (bits + 0x8000) >> 16
     lo = bits - (hi << 16)
@@ -34,7 +34,7 @@ def encode_split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode_split(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
-    """The fp32 weight of the state buffers ``hi`` (int16 or bf16) and ``lo`` (int16), of one shape."""
+    """Return the fp32 weight of the state buffers ``hi`` (int16 or bf16) and ``lo`` (int16), of one shape."""
     upper = hi.contiguous().view(torch.int16).long() << 16
     bits = (upper + lo.long()) & 0xFFFFFFFF
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
@@ -53,19 +53,19 @@ def reference_update_(
     seed: int = 0,
     first: int = 0,
 ) -> None:
-    """One step in place on contiguous tensors of one size and device.
+    """Do one step in place on contiguous tensors of one size and device.
 
-    ``weight`` bf16 with ``remainder`` int16 is the split master; fp32 with None is a plain weight; fp16 with
+    ``weight`` bf16 with ``remainder`` int16 is the split master. fp32 with None is a plain weight. fp16 with
     ``remainder`` fp32 is an fp16 copy of the fp32 master. ``grad`` is bf16, fp16 or fp32. The states of the rule, in
-    its order, are fp32, bf16, or uint8 codes with their ``scales``; the last two are rounded by random bits of
-    (``seed``, step, element), where ``first`` is the number of element 0 within its unit.
+    its order, are fp32, bf16, or uint8 codes with their ``scales``. The last two are rounded by random bits of
+    (``seed``, step, element). ``first`` is the number of element 0 within its unit.
     """
     check_first(first)
     specs, constants = hyper.rule.states, hyper.constants(grad_scale)
     scales = scales or [None] * len(specs)
     flat = [weight.view(-1), grad.view(-1), *(state.view(-1) for state in states)]
     low = None if remainder is None else remainder.view(-1)
-    # In chunks: the fp64 temporaries of a whole vocabulary matrix would be tens of gigabytes.
+    # The step goes in chunks: the fp64 temporaries of a whole vocabulary matrix would be tens of gigabytes.
     for start in range(0, weight.numel(), _CHUNK):
         part = slice(start, start + _CHUNK)
         w, g, *stored = (state_buffer[part] for state_buffer in flat)

@@ -1,7 +1,7 @@
-"""Stochastic rounding in plain torch, on any device: the statement that the kernels match bit by bit.
+"""Stochastic rounding in plain torch, on any device: the reference that the kernels match bit by bit.
 
 The random bits are a hash of (seed, step, element number within the unit). So they do not depend on threads, chunks,
-instruction set or where the state lives, and a repeated step gives the same bits. csrc/update/rounding.hpp is the same.
+instruction set or tier, and a repeated step gives the same bits. csrc/update/rounding.hpp has the same hash.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 Keys = tuple[int, int]
-"""Two numbers of 32 bits: with the lower half of an element's number they make its random bits."""
+"""Two numbers of 32 bits. Together with the lower half of an element's number they give its random bits."""
 
 
 def random_bits(seed: int, step: int, first: int, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """32 random bits, int64 [numel], for elements ``first`` to ``first + numel`` of a unit with ``seed``.
+    """Return 32 random bits, int64 [numel], for elements ``first`` to ``first + numel`` of a unit with ``seed``.
 
     The upper 16 round ``exp_avg``, the lower 16 ``exp_avg_sq``.
     """
@@ -39,10 +39,10 @@ def random_bits(seed: int, step: int, first: int, numel: int, device: torch.devi
 
 
 def bits_of(element_keys: Keys, first: int, numel: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """32 random bits, int64 [numel], for the elements that have ``element_keys`` and whose numbers have the lower
-    halves ``first`` to ``first + numel``."""
+    """Return 32 random bits, int64 [numel], for elements with ``element_keys``. The lower halves of their numbers are
+    ``first`` to ``first + numel``."""
     low_key, high_key = element_keys
-    # int64 wraps around as unsigned numbers do, and only the lower 32 bits of a product are used.
+    # int64 wraps around like unsigned numbers, and only the lower 32 bits of a product are used.
     x = torch.arange(first, first + numel, dtype=torch.int64, device=device)
     x = (x + low_key) & _MASK32
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
@@ -52,20 +52,20 @@ def bits_of(element_keys: Keys, first: int, numel: int, device: torch.device | s
 
 
 def step_key(seed: int, step: int) -> int:
-    """64 bits, from which the keys of all elements come in one step."""
+    """Return the 64 bits that give the keys of all elements in one step."""
     return _mix64(_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + step & _MASK64)
 
 
 def keys(step_key: int, upper_half: int) -> Keys:
-    """The keys of the elements whose numbers have this upper half, in the step of ``step_key``."""
+    """Return the keys of elements with this upper half of their numbers, in the step of ``step_key``."""
     mixed = _mix64(step_key + upper_half & _MASK64)
     return mixed & _MASK32, mixed >> 32
 
 
 def round_bf16(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """bf16 [n] of fp32 ``values`` [n]: up or down with the probabilities that make the mean the value.
+    """Round fp32 ``values`` [n] to bf16 [n], up or down with the probabilities that make the mean the value.
 
-    ``random`` holds numbers below 2^16. NaN stays NaN; what bf16 can hold stays as it is.
+    ``random`` holds numbers below 2^16. NaN stays NaN, and values that bf16 can hold stay unchanged.
     """
     bits = values.contiguous().view(torch.int32).long() & _MASK32
     rounded = torch.where(values.isnan(), (bits >> 16) | 0x0040, (bits + random) >> 16)
@@ -73,7 +73,7 @@ def round_bf16(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
 
 
 def round_8bit(values: torch.Tensor, random: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(codes, scale)``, uint8 [n] and fp32 [ceil(n / 64)], of fp32 ``values`` [n] that are zero or normal.
+    """Return ``(codes, scale)``, uint8 [n] and fp32 [ceil(n / 64)], of fp32 ``values`` [n] that are zero or normal.
 
     Each value goes to one of its two neighbours so that the mean is the value, to within 2^-17 of their distance.
     ``random`` holds numbers below 2^16. A value below the least level goes to the level or zero if ``signed``, and
@@ -81,7 +81,7 @@ def round_8bit(values: torch.Tensor, random: torch.Tensor, *, signed: bool) -> t
     """
     scale = group_scales(values, signed=signed)
     level = levels(values, scale, signed=signed)
-    # The random numbers are the upper 16 of 20 bits and the rest is a half: no rounding of `level` ever decides.
+    # The random numbers are the upper 16 of 20 bits, and the lower 4 are a half: no rounding of `level` ever decides.
     fraction = (random.int() << 4) + 8
     code = (level.view(torch.int32) + fraction - zero_code(signed)) >> STEP_BITS
     kept = fraction.double() * 2.0**-STEP_BITS * least_level(signed) < level if signed else values > 0
@@ -95,7 +95,7 @@ def _mix64(z: int) -> int:
 
 
 def check_first(first: int) -> None:
-    """SlideError unless ``first`` can be the number of a chunk's first element."""
+    """Raise SlideError unless ``first`` can be the number of a chunk's first element."""
     if first < 0 or first % GROUP != 0:
         raise SlideError(f"first is {first}, but chunks of a unit begin at multiples of {GROUP} elements.")
 
@@ -107,13 +107,13 @@ def check_first(first: int) -> None:
 # correctly rounded fp32 result (53 bits are at least 2 * 24 + 2, so the second rounding is harmless), and it does not
 # depend on how torch computes fp32 on some device: no fused multiply-add, no approximate square root, no flushing mode.
 
-# Flush to zero as x86 processors do it (MXCSR.FTZ): a result is subnormal when it is below 2^-126 after rounding with
-# an exponent range that has no lower end. From 2^-126 - 2^-151 on, such rounding gives 2^-126, which stays.
+# x86 processors flush to zero in this way (MXCSR.FTZ): a result is subnormal when it is below 2^-126 after rounding
+# with an exponent range that has no lower end. From 2^-126 - 2^-151 on, such rounding gives 2^-126, which stays.
 _FLUSHED_BELOW = 2.0**-126 - 2.0**-151
 
 
 def rounded(exact: torch.Tensor) -> torch.Tensor:
-    """fp32 of fp64 ``exact``; what would be subnormal becomes zero of its sign."""
+    """Round fp64 ``exact`` to fp32. A subnormal result becomes zero with its sign."""
     return torch.where(exact.abs() < _FLUSHED_BELOW, torch.copysign(torch.zeros_like(exact), exact), exact).float()
 
 

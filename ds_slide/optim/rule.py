@@ -1,7 +1,7 @@
-"""What an update rule is: the states it keeps, its hyper-parameters, and its step on the CPU, on the GPU and in torch.
+"""The interface of an update rule: its states, its hyper-parameters, and its step on the CPU, on the GPU and in torch.
 
 A rule is one module beside this one (hyper-parameters, reference step, GPU step) and one header in csrc/update (CPU
-step); `ds_slide.integration.update_rules` says which optimizer has which rule. Whatever stores, moves, updates or saves
+step). `ds_slide.integration.update_rules` has the rule of each optimizer. Code that stores, moves, updates or saves
 states asks the rule for them and knows none of their names.
 """
 
@@ -22,15 +22,15 @@ from ds_slide.errors import SlideConfigError
 _FP32_MIN_NORMAL = 2.0**-126
 
 Part = Literal["whole", "weights", "states", "with_log", "back", "rest", "out_of_place"]
-"""What a call does of a step on the CPU: all of it, or the new weights and in a later call, from the same gradient and
-the states that are still the old ones, the new states. Or all that there is room for in a log, by which a later call
-goes back; or after it the rest. Or all, in other state buffers."""
+"""The part of a CPU step that one call does. "whole": all of it. "weights": the new weights. "states": later the new
+states, from the same gradient and the old states. "with_log": the part that a log has room for. "back": undo it by the
+log. "rest": the part that it left. "out_of_place": all of it, in other state buffers."""
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One number that a rule keeps of each parameter. ``name`` is the optimizer's in DeepSpeed's checkpoints.
-    ``signed``: it may be negative (its 8-bit codes then have a sign bit)."""
+    """One number that a rule keeps for each parameter. ``name`` is the optimizer's name in DeepSpeed's checkpoints.
+    ``signed``: whether it may be negative (its 8-bit codes then have a sign bit)."""
 
     name: str
     signed: bool = True
@@ -54,12 +54,12 @@ class Hyper(Protocol):
 
     @property
     def two_passes(self) -> bool:
-        """Whether its kernels do the weights and the states apart: the new states do not depend on the old weight."""
+        """Whether its kernels can do weights and states apart, because new states do not depend on the old weight."""
         ...
 
     def constants(self, grad_scale: float = 1.0) -> tuple[float, ...]:
-        """The numbers of the kernels in their order: computed in double, rounded once by `fp32`. The first is
-        ``grad_scale``, the factor on the gradient (clip factor / loss scale)."""
+        """Return the numbers for the kernels in their order, computed in double and rounded once by `fp32`. The first
+        is ``grad_scale``, the factor on the gradient (clip factor / loss scale)."""
         ...
 
 
@@ -68,7 +68,7 @@ def at_step(hyper: Hyper, step: int) -> Hyper:
     return hyper if hyper.step == step else _replaced(hyper, step)  # type: ignore[arg-type]
 
 
-# Units that were frozen together ask for the same few in each step.
+# Units that were frozen together ask for the same few hyper-parameters in each step.
 @functools.lru_cache(maxsize=64)
 def _replaced(hyper: Hyper, step: int) -> Hyper:
     return dataclasses.replace(hyper, step=step)  # type: ignore[type-var]
@@ -80,8 +80,8 @@ HyperOf = Callable[[Mapping[str, Any], int, Any], Hyper]
 ReferenceStep = Callable[
     [Any, Any, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], tuple[torch.Tensor, Sequence[torch.Tensor]]
 ]
-"""(hyper, its constants, fp32 weight, fp32 gradient after its factor, fp32 states) -> (new weight, new states), by the
-arithmetic of `ds_slide.optim.rounding`; all [n]."""
+"""(hyper, its constants, fp32 weight, fp32 gradient after its factor, fp32 states) -> (new weight, new states), with
+the arithmetic of `ds_slide.optim.rounding`. All are [n]."""
 
 GpuStep = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Any, float], None]
 """(bf16 weight, int16 remainder, fp32 states, gradient, hyper, grad_scale): one step in place on flat CUDA tensors of
@@ -90,9 +90,9 @@ one size, without waiting."""
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """``state_dtypes``: the values of ``ds_slide.state_dtype`` that it has kernels for. ``problems``:
-    what an optimizer asks for and the rule cannot do, a sentence each with the way out.
-    CPU, GPU and reference step give the same bits."""
+    """An update rule. ``state_dtypes``: the values of ``ds_slide.state_dtype`` that it has kernels for. ``problems``:
+    yields a sentence with the way out for each option of an optimizer that the rule lacks. CPU, GPU and reference step
+    give the same bits."""
 
     name: str
     states: tuple[StateSpec, ...]
@@ -108,7 +108,7 @@ class UpdateRule:
 
 
 def fp32(value: float) -> float:
-    """``value`` rounded to fp32, a subnormal to zero of its sign."""
+    """Return ``value`` rounded to fp32. A subnormal becomes zero with its sign."""
     rounded = ctypes.c_float(value).value
     return math.copysign(0.0, rounded) if abs(rounded) < _FP32_MIN_NORMAL else rounded
 
@@ -121,14 +121,14 @@ def require_ranges(expected: str, *numbers: tuple[str, Any, bool]) -> None:
 
 
 def options_on(names: Sequence[str], group: Mapping[str, Any], index: int) -> Iterator[str]:
-    """A sentence for each option of `names` that parameter group `index` has on."""
+    """Yield a sentence for each option of `names` that is on in parameter group `index`."""
     for name in names:
         if group.get(name):
             yield f"{name} is true in parameter group {index}, but DS-Slide does not support it; set it to false"
 
 
 def range_problems(hyper_of: HyperOf, optimizer: Any) -> Iterator[str]:
-    """A sentence for each parameter group whose hyper-parameters `hyper_of` cannot take."""
+    """Yield a sentence for each parameter group with hyper-parameters that `hyper_of` refuses."""
     for index, group in enumerate(optimizer.param_groups):
         try:
             hyper_of(group, 1, optimizer)

@@ -1,10 +1,10 @@
-"""Stochastic gradient descent with momentum, as torch.optim.SGD does it.
+"""Stochastic gradient descent with momentum, with the formulas of torch.optim.SGD.
 
     g = g + weight_decay * w
     b = momentum * b + (1 - dampening) * g      (b = g in the first update)
     w = w - lr * (g + momentum * b if nesterov else b)
 
-Without momentum there is no b, and nothing is kept of a parameter but its weight.
+Without momentum there is no b, and a parameter has no state but its weight.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class SgdConstants(NamedTuple):
 
 @dataclass(frozen=True)
 class SgdHyper:
-    """Hyper-parameters of one update of one parameter group. ``step`` is the number of this update, 1 at the first;
-    ``keeps_momentum``: its rule has the state, which it needs not only for its own momentum.
+    """Hyper-parameters of one update of one parameter group. ``step`` is the number of this update, 1 at the first.
+    ``keeps_momentum``: whether its rule has the momentum state, which another group may need.
     Raises SlideConfigError for values outside their range."""
 
     lr: float
@@ -91,7 +91,7 @@ class SgdHyper:
         return False  # weight decay makes the new momentum depend on the old weight
 
     def constants(self, grad_scale: float = 1.0) -> SgdConstants:
-        # As in torch, the first gradient enters the buffer whole, and a group without momentum knows no dampening.
+        # Like in torch, the first gradient enters the buffer whole, and a group without momentum has no dampening.
         dampening = 0.0 if self.step == 1 or not self.momentum else self.dampening
         return SgdConstants(
             grad_scale=fp32(grad_scale),
@@ -208,5 +208,5 @@ SGD = dataclasses.replace(
 
 
 def rule_of(optimizer: Any) -> UpdateRule:
-    """`SGD` where no group of `optimizer` has momentum."""
+    """Return `SGD` where no group of `optimizer` has momentum, else `SGD_MOMENTUM`."""
     return SGD_MOMENTUM if any(group["momentum"] for group in optimizer.param_groups) else SGD

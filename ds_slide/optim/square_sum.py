@@ -1,7 +1,7 @@
 """Square sums of gradients on the device, in fp64.
 
-fp64, because the clip factor must not depend on where a unit lives: the CPU sums in another order than the
-GPU, and in fp64 the two agree to 1e-15, far below the fp32 factor that is computed from them.
+The clip factor must not depend on the tier of a unit, but the CPU sums in another order than the GPU. In fp64 the two
+sums agree to 1e-15, far more exactly than the fp32 factor that is computed from them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ CHUNK = 1 << 22
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat tensor as a 0-d fp64 tensor on its device; inf and nan propagate."""
+    """Return the sum of squares of a flat tensor as a 0-d fp64 tensor on its device. inf and nan propagate."""
     if flat.is_cuda:
         from ds_slide.kernels.offload.square_sum import square_sum as square_sum_on_gpu
 

@@ -60,26 +60,26 @@ class HostMemory:
         return whole.view(dtype)
 
     def give_back(self, tensor: torch.Tensor, *, transfers: bool) -> None:
-        """Let go of a tensor of `tensor`, whose memory is freed with its last user."""
+        """Let go of a tensor that `tensor` made. Its memory is freed when its last user drops it."""
         if not tensor.numel():
             return
         self._tensors = [each for each in self._tensors if each.data_ptr() != tensor.data_ptr()]
         self._count(-tensor.nbytes, self._page_lock and transfers)
 
     def untouched_bytes(self) -> int:
-        """Bytes of the tensors, all of them still in use, that the operating system counts as free."""
+        """Return the bytes of these tensors that the operating system still counts as free. All are still in use."""
         return untouched_bytes((tensor.data_ptr(), tensor.numel()) for tensor in self._tensors)
 
     def forget(self) -> None:
-        """Hold no tensor any longer; each goes with its last user."""
+        """Drop all references to tensors. Each is freed when its last user drops it."""
         self._tensors.clear()
 
     def pool(self, nbytes: int, count: int, *, transfers: bool) -> Any:
         """A `_native.Pool` of `count` page-aligned buffers of `nbytes` each. `transfers`: as in `tensor`.
 
-        Always in huge pages where the kernel has them: a request of 1 MiB in scattered small pages has 256 segments,
-        more than a disk's queue takes at once (254), and each is an entry for the host to walk. Reads of one virtual
-        disk went from 1.1 to 1.6 GB/s, writes from 1.9 to 2.6.
+        The buffers use huge pages where the kernel has them. A request of 1 MiB in scattered small pages has 256
+        segments: a disk's queue takes 254 at once, and the host walks each. With huge pages reads of one virtual disk
+        went from 1.1 to 1.6 GB/s, and writes from 1.9 to 2.6.
         """
         from ds_slide import _native
 
@@ -96,7 +96,7 @@ class HostMemory:
         self.pinned_bytes += nbytes if pin else 0
 
     def refusal(self, nbytes: int, transfers: bool, error: BaseException) -> SlideError:
-        """What to raise when so much memory could not be had."""
+        """Return the error for a failed allocation of `nbytes`."""
         of_memory = " of page-locked memory" if self._page_lock and transfers else ""
         return SlideError(
             f"host tier: {size(nbytes)}{of_memory} could not be had after "
@@ -106,15 +106,15 @@ class HostMemory:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Memory that a process has been given and has not touched yet: the operating system still counts it as free.
+# Memory that a process has allocated but not touched yet. The operating system still counts it as free.
 
 _LOOK_PAGES = 1 << 20
-"""Pages of one question to the kernel, which answers with a byte a page."""
+"""Pages of one call of mincore, which returns a byte a page."""
 
 
 def untouched_bytes(ranges: Iterable[tuple[int, int]]) -> int:
-    """Bytes that were never touched of page-aligned memory, given as (address, bytes). A page that was swapped out
-    counts as untouched."""
+    """Return how many bytes of page-aligned memory, given as (address, bytes), were never touched. A page that was
+    swapped out counts as untouched."""
     return sum(_untouched_pages(address, -(-size // mmap.PAGESIZE)) for address, size in ranges) * mmap.PAGESIZE
 
 
@@ -139,31 +139,31 @@ def _mincore() -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The limit of the shell on page-locked memory (RLIMIT_MEMLOCK, `ulimit -l`), where it is one.
+# The shell's limit on page-locked memory (RLIMIT_MEMLOCK, `ulimit -l`).
 #
 # mlock keeps to it. NVIDIA's driver does not: for a user without privileges and with a limit of 64 KiB it registered
-# 1 GiB (driver 580.159, Linux 6.18), while mlock of 64 MiB failed. Most systems set 8 MiB, so that to count it as a
-# budget would refuse nearly every run that works. Whether this driver keeps to it is therefore asked of the driver,
-# before a run takes memory.
+# 1 GiB (driver 580.159, Linux 6.18), while mlock of 64 MiB failed. Most systems set 8 MiB: a budget of 8 MiB would
+# refuse nearly every run that works. So a trial registration finds out whether this driver keeps to the limit, before
+# a run takes memory.
 
 _STATUS = Path("/proc/self/status")
 _CAP_IPC_LOCK = 1 << 14
-# The question: so much more than the limit.
+# The trial registers this many bytes more than the limit.
 _BEYOND = 4 << 20
-# Of a higher limit it would take longer than it is worth: 0.35 s a GiB. What the driver refuses then, it refuses while
-# the states are placed.
+# A trial beyond a higher limit is skipped, because it takes 0.35 s a GiB. If the driver keeps to such a limit, the
+# error comes while the states are placed.
 _HIGHEST_ASKED = 1 << 30
 
 
 def page_lock_limit() -> int | None:
-    """Bytes, None where this process has no such limit."""
+    """Return the limit in bytes, None where this process has none."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if soft == resource.RLIM_INFINITY or _is_exempt() else soft
 
 
 def require_page_locks(nbytes: int) -> None:
-    """Raise SlideError where a run with up to `nbytes` of memory that the GPU copies from would exceed a limit that the
-    driver keeps to."""
+    """Raise SlideError where `nbytes` of page-locked memory exceed a limit that the driver keeps to. `nbytes` is the
+    most memory that the GPU copies from in the run."""
     from ds_slide import _native
 
     limit = page_lock_limit()

@@ -1,6 +1,6 @@
-"""States in memory: of the host, or of the GPU, where they are updated.
+"""States in host memory or in GPU memory, where they are updated.
 
-Every state buffer is a flat tensor of its exact size. In host memory the weights' and a held gradient are page-locked,
+Every state buffer is a flat tensor of its exact size. In host memory the weights and a held gradient are page-locked,
 because the GPU copies from and to them.
 """
 
@@ -25,7 +25,7 @@ class InMemory:
     tensor: torch.Tensor
     tier: Tier = "host"
     _views: list[tuple[weakref.ref[torch.Tensor], slice]] = field(default_factory=list)
-    """That have been given to whoever keeps them."""
+    """The views that callers of `view` may still keep, with their items."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,11 +52,11 @@ class InMemory:
 
     @property
     def has_views(self) -> bool:
-        """Whether somebody keeps a view."""
+        """Whether a view is still in use."""
         return any(reference() is not None for reference, _ in self._views)
 
     def exchange(self, other: InMemory) -> None:
-        """Each has the other's memory, as have the views of it. Called by the owner of both."""
+        """Exchange the memory of two buffers and of the views of them. Called by the owner of both."""
         self.tensor, other.tensor = other.tensor, self.tensor
         for buffer in (self, other):
             for reference, items in buffer._views:
@@ -191,22 +191,22 @@ class NotHeld:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# State buffers of weights that every rank has whole on its GPU, where each updates all of them by itself.
+# State buffers of weights that every rank has whole on its GPU, where each rank updates all of them by itself.
 #
-# Readers and writers from outside have this rank's part in the unit's local layout, as of any other unit. Who writes is
-# followed by a gather of all parts, which makes the others' copies the same again (`SlideRuntime.weights_changed`).
+# Readers and writers from outside see this rank's part in the unit's local layout, like in any other unit. After a
+# write all parts are gathered, which makes the other ranks' copies the same again (`SlideRuntime.weights_changed`).
 
 
 @dataclass(frozen=True, eq=False)
 class PartOfWhole:
-    """A `StateBuffer`. What pads the part is zero, and cannot be written."""
+    """A `StateBuffer`. The padding of the part is zero and cannot be written."""
 
     tensor: torch.Tensor
     """All ranks' parts, in slot layout."""
     numel: int
     """Elements of this rank's part."""
     places: Sequence[tuple[slice, int]]
-    """Items of the part, and where they begin in `tensor`, ascending."""
+    """Spans of the part and where each begins in `tensor`, ascending."""
     tier: Tier = "gpu"
 
     @classmethod
@@ -223,7 +223,7 @@ class PartOfWhole:
         return self.tensor.device
 
     def view(self, items: slice) -> torch.Tensor:
-        """The first run of `items`, which are of one parameter; without what pads them."""
+        """Return the first span of `items` without padding. `items` belong to one parameter."""
         return next((there for _, there in self._runs(items)), self.tensor[:0])
 
     def read(self, items: slice) -> torch.Tensor:
@@ -240,7 +240,7 @@ class PartOfWhole:
             there.copy_(values[where])
 
     def _runs(self, items: slice) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Where in `items` each run of elements is, and a view of them."""
+        """Yield for each span of elements its place in `items` and a view of it."""
         for part, place in self.places:
             first, last = max(part.start, items.start), min(part.stop, items.stop)
             if first < last:
@@ -250,7 +250,7 @@ class PartOfWhole:
 
 @dataclass(frozen=True)
 class PartOfWeightsOnGpu(WeightsOnGpu):
-    """`Weights` of which every rank has all."""
+    """`Weights` that every rank has whole."""
 
     buffer: PartOfWhole  # type: ignore[assignment]
 

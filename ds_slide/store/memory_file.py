@@ -1,7 +1,7 @@
 """Host memory that other processes of the machine can map: a file in memory that has no name.
 
-Not /dev/shm: that is 64 MB in a container by default, and what a process that was killed leaves there stays. This file
-(`memfd_create`) is counted as memory of the processes that map it, and gone with the last of them.
+It is not in /dev/shm, which has 64 MB in a container by default and keeps the files of a killed process. This file
+(`memfd_create`) counts as memory of the processes that map it, and is gone with the last of them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class Range:
 
 
 class MemoryFile:
-    """The file of one process. It grows at its end; what has been mapped stays when the descriptor is closed."""
+    """The file of one process. It grows at its end. Mapped memory stays when the descriptor is closed."""
 
     def __init__(self) -> None:
-        """OSError when the kernel gives none."""
+        """Make the file. Raises OSError where the kernel refuses."""
         self.descriptor = os.memfd_create("ds_slide", os.MFD_CLOEXEC)
         self._end = 0
 
     def close(self) -> None:
-        """Let go of the descriptor. Harmless when called twice."""
+        """Close the descriptor. A second call does nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def append(self, nbytes: int) -> Range:
-        """Whole pages of zeros. OSError when there is not so much memory: without this call it would be a SIGBUS at the
-        first use."""
+        """Add whole pages of zeros. Raises OSError where memory does not suffice. Without `posix_fallocate` the first
+        use would be a SIGBUS."""
         added = Range(self._end, nbytes)
         end = self._end + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if end > self._end:
@@ -50,8 +50,8 @@ class MemoryFile:
 
 
 class SharedHostMemory:
-    """What `HostMemory` does for flat tensors, in a memory file. `ranges`: of every tensor so far, in order; whoever
-    makes the same tensors in another process gets the same ones."""
+    """Hands out flat tensors like `HostMemory`, in a memory file. `ranges`: the ranges of all tensors so far, in order.
+    Another process that makes the same tensors gets the same ranges."""
 
     def __init__(self, file: MemoryFile, memory: HostMemory) -> None:
         self._file = file
@@ -59,7 +59,7 @@ class SharedHostMemory:
         self.ranges: list[Range] = []
 
     def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> torch.Tensor:
-        """As `HostMemory.tensor`."""
+        """Return a tensor like `HostMemory.tensor`."""
         nbytes = numel * dtype.itemsize
         try:
             added = self._file.append(nbytes)
@@ -70,7 +70,7 @@ class SharedHostMemory:
 
 
 def map_bytes(descriptor: int, part: Range) -> Any:
-    """A `_native.Slab` over a part of a memory file, not page-locked."""
+    """Return a `_native.Slab` over a part of a memory file, not page-locked."""
     from ds_slide import _native
 
     return _native.Slab(descriptor, part.offset, part.nbytes, False, False)

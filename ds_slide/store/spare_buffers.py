@@ -1,7 +1,7 @@
-"""Spare state buffers: the way back from an update that writes its new numbers there, and leaves the old ones.
+"""Spare state buffers: a speculative update writes its new numbers there and leaves the old ones.
 
-Where it counts, the unit takes them for its own, and the old ones are spare; where it is taken back, nothing has to be
-done. It moves as many bytes as an update in place (csrc/update/out_of_place.hpp), where an undo log is written as well.
+When the update is confirmed, the unit exchanges its buffers with the spare ones. When it is taken back, nothing has to
+be done. It moves the same bytes as an update in place (csrc/update/out_of_place.hpp), which writes an undo log too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ds_slide.store.undo_log import UndoLog
 
 @dataclass(frozen=True)
 class SpareBuffers:
-    """Of a unit in host memory. `own`, `spare`: the weights' state buffer and those of `specs`, by name. `runs`: of
-    elements, without gaps, each updated at once.
+    """The spare buffers of a unit in host memory. `own`, `spare`: the state buffers of the weights and of `specs`, by
+    name. `runs`: spans of elements without gaps, each updated at once.
 
-    The update lane writes to them and exchanges them, the latter within an update of which the future is open: then
-    both belong to it, and whoever else comes to the unit waits for it."""
+    The update lane writes to the spare buffers and exchanges them. It exchanges them while the update's future is
+    pending: until that is done both belong to the update, and other users of the unit wait for it."""
 
     runs: Sequence[slice]
     specs: Sequence[StateBufferSpec]
@@ -30,20 +30,20 @@ class SpareBuffers:
     spare: Mapping[str, InMemory]
 
     def part(self, span: slice) -> StateBuffers:
-        """The elements `span` of those that are spare now."""
+        """Return views of the elements `span` in the buffers that are spare now."""
         optimizer = {spec.name: self.spare[spec.name].tensor[spec.cut(span)] for spec in self.specs}
         return StateBuffers(self.spare["weight"].tensor[span], optimizer)
 
     def exchange(self) -> None:
-        """The unit has what was spare, and the other way round: all of it has been written."""
+        """Exchange the unit's buffers with the spare ones, which have been written completely."""
         for name, own in self.own.items():
             own.exchange(self.spare[name])
 
 
 WayBack = UndoLog | SpareBuffers
-"""Of a unit: from an update that has begun before anybody knows whether it counts."""
+"""How a unit takes back a speculative update."""
 
 
 def can_be_out_of_place(specs: Sequence[StateBufferSpec]) -> bool:
-    """Whether there are such steps for these optimizer state buffers: for states in fp32."""
+    """Whether these optimizer state buffers can be updated out of place: their states must be in fp32."""
     return all(spec.dtype == torch.float32 for spec in specs if spec.state is not None)

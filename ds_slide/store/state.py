@@ -1,4 +1,4 @@
-"""The states of one unit, each part of them in its tier (`ds_slide.store.tiers`)."""
+"""The states of one unit. Each part is in its own tier (`ds_slide.store.tiers`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Leased = Callable[[], StateBuffers]
 
 @dataclass(frozen=True)
 class UnitState:
-    """This rank's state buffers of one unit, each flat, in the unit's local layout. `specs`: of the optimizer state
-    buffers.
+    """This rank's state buffers of one unit, each flat, in the unit's local layout. `specs` describe the optimizer
+    state buffers.
 
-    Of a unit whose gradients are compressed an update does not write the weights, but `change`, which is then applied
-    to them on the GPU. Optimizer states, change and gradient are in the layout of its codec then, and `masters`, beside
-    the weights on the GPU, is what completes these."""
+    Where the unit's gradients are compressed, an update writes `change` instead of the weights. The GPU then applies
+    the change to the weights. Optimizer states, change and gradient are in the layout of the codec. `masters` are
+    beside the weights on the GPU and complete them."""
 
     specs: Sequence[StateBufferSpec]
     weights: Weights
@@ -35,8 +35,7 @@ class UnitState:
 
     @cached_property
     def buffers(self) -> dict[str, StateBuffer]:
-        """The state buffers by name: weight, the names of `specs`, gradient where it is held, change where there is
-        one."""
+        """Return the state buffers by name: weight, the names of `specs`, a held gradient, and a change if any."""
         change = {} if self.change is None else {"change": self.change.buffer}
         return {
             "weight": self.weights.buffer,
@@ -53,11 +52,11 @@ class UnitState:
 
     @property
     def written(self) -> Weights:
-        """What an update writes."""
+        """The state buffer that an update writes."""
         return self.weights if self.change is None else self.change
 
     def nbytes(self) -> int:
-        """Bytes of the states, wherever they are."""
+        """Bytes of the states in all tiers."""
         return sum(each.numel * each.dtype.itemsize for each in self.buffers.values())
 
     def has(self, name: str) -> bool:
@@ -65,7 +64,7 @@ class UnitState:
 
     @cached_property
     def in_memory(self) -> bool:
-        """Whether all of it is in memory, where a lease is given at once and costs nothing."""
+        """Whether all buffers are in memory, where a lease is given at once and costs nothing."""
         return all(each.tensor is not None for each in self.buffers.values())
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -74,19 +73,19 @@ class UnitState:
 
     @property
     def device(self) -> torch.device:
-        """Where the optimizer state buffers are updated."""
+        """The device that updates the optimizer state buffers."""
         return self.weights.buffer.device
 
     # ---- for an update
 
     def reserve(self, count: int) -> None:
-        """`count` spans will be leased as soon as their gradient is in host memory."""
+        """Announce `count` leases, which follow as soon as their gradient is in host memory."""
         self.written.reserve(count)
 
     def lease(self, index: int, span: slice, update: Lessee, use: Callable[[Leased], None], *, reserved: bool) -> None:
-        """Call `use`, at once or later on any thread, when the parameters `span`, the unit's span number `index`, are
-        in memory in all state buffers. `put_back` follows. `update`: the one that they are for, which the one before
-        must have left. `reserved`: after `reserve`."""
+        """Call `use`, at once or later on any thread, when the parameters `span` are in memory in all state buffers.
+        `put_back` follows. `index`: the number of the span in the unit. `update`: the update that leases them, once the
+        update before has put its leases back. `reserved`: whether `reserve` has announced the lease."""
 
         def with_weights(weight: WeightView) -> None:
             def with_states(views: Views) -> None:
@@ -94,16 +93,16 @@ class UnitState:
 
             self.optimizer.lease(index, update, with_states)
 
-        # The weights first, always: two updates that hold one and wait for the other would wait for ever.
+        # Every update takes the weights first: two updates that each hold one part would wait for ever for the other.
         self.written.lease(update, with_weights, reserved=reserved)
 
     def put_back(self, index: int, span: slice) -> None:
-        """What was leased has been updated. Called by the update lane."""
+        """End a lease after its update. Called by the update lane."""
         self.optimizer.put_back(index)
         self.written.put_back(span)
 
     def state_buffers(self, span: slice) -> StateBuffers:
-        """The parameters `span`, for an update where they are stored."""
+        """Return views of the parameters `span`, for an update in place."""
         return StateBuffers(
             self.raw("weight", span), {spec.name: self.raw(spec.name, spec.cut(span)) for spec in self.specs}
         )
@@ -111,19 +110,19 @@ class UnitState:
     # ---- for readers and writers, who have waited for the unit (`SlideRuntime.settle`)
 
     def settle(self, updated: Callable[[], None]) -> None:
-        """Wait for the pending update, by `updated`, and for its writes, and keep nothing of it in other buffers."""
+        """Call `updated`, which waits for the pending update. Then wait for its writes and empty the other buffers."""
         with self.written.hurry(), self.optimizer.hurry():
             updated()
         self.drain()
 
     def drain(self) -> None:
-        """Wait until nothing is under way, and keep nothing in other buffers: what is stored is what counts."""
+        """Wait until no transfer is under way, and empty the other buffers: the stored numbers are then current."""
         self.optimizer.drain()
         self.weights.drain()
 
     def read(self, name: str, span: slice) -> torch.Tensor:
-        """The parameters `span` of a state buffer (weight, gradient, remainder, a state of the update rule): a view or
-        a copy, of a state in fp32."""
+        """Return the parameters `span` of a state buffer (weight, gradient, remainder, a state of the update rule). The
+        result is a view or a copy. States of the update rule come in fp32."""
         state, scale = self._state_of(name), self._scale_of(name)
         if state is None or scale is None:
             raw = self.raw(name, span)
@@ -133,12 +132,12 @@ class UnitState:
         return values[span.start - whole.start : span.stop - whole.start]
 
     def raw(self, name: str, items: slice) -> torch.Tensor:
-        """Items of a state buffer as they are stored: a view, or a copy of what is on SSD."""
+        """Return items of a state buffer as they are stored: a view in memory, a copy from SSD."""
         return self.buffers[name].read(items)
 
     def write(self, name: str, span: slice, values: torch.Tensor) -> None:
-        """Set the parameters `span` of a state buffer; states from fp32, rounded to nearest where they are stored
-        shorter."""
+        """Set the parameters `span` of a state buffer. States are given in fp32, and rounded to nearest where they are
+        stored in a shorter format."""
         state, scale = self._state_of(name), self._scale_of(name)
         if state is None or scale is None:
             self.buffers[name].write(span, values)
@@ -151,19 +150,19 @@ class UnitState:
         self.buffers[scale.name].write(scale.cut(whole), scales)
 
     def zero_gradient(self) -> None:
-        """Make the held gradient zero."""
+        """Set the held gradient to zero."""
         gradient = self.buffers["gradient"]
         gradient.write(slice(0, gradient.numel), torch.zeros(1, dtype=gradient.dtype).expand(gradient.numel))
 
     def _state_of(self, name: str) -> StateSpec | None:
-        """The state of the update rule that a state buffer holds, None for other state buffers."""
+        """Return the state of the update rule that a state buffer holds, None for other state buffers."""
         return next((spec.state for spec in self.specs if spec.name == name), None)
 
     def _scale_of(self, name: str) -> StateBufferSpec | None:
-        """The state buffer of a state's scales, None for state buffers that hold their values as they are."""
+        """Return the state buffer of a state's scales, None for state buffers without scales."""
         return next((spec for spec in self.specs if spec.name == scales_of(name)), None)
 
 
 def _groups(span: slice, group: int, numel: int) -> slice:
-    """`span` extended to whole groups, within [0, numel)."""
+    """Return `span` extended to whole groups, within [0, numel)."""
     return slice(span.start // group * group, min(-(-span.stop // group) * group, numel))

@@ -1,5 +1,4 @@
-"""The state buffers of a unit: flat arrays that hold one state of all its parameters, and what an update needs of
-them."""
+"""The state buffers of a unit: flat arrays that each hold one state of all its parameters."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ class StateBufferSpec:
 
 
 def optimizer_buffers(weight: torch.dtype, rule: UpdateRule, stored: StateFormat) -> tuple[StateBufferSpec, ...]:
-    """The state buffers beside weight and gradient for weights of dtype `weight` that are updated by `rule`. `stored`:
-    how its states are."""
+    """Return the state buffers beside weight and gradient. `weight`: dtype of the weights. `stored`: format of the
+    states of `rule`."""
     remainder = REMAINDER_DTYPE[weight]
     state_buffers = [] if remainder is None else [StateBufferSpec("remainder", remainder)]
     state_buffers += [StateBufferSpec(state.name, stored.dtype, state=state) for state in rule.states]
@@ -59,13 +58,13 @@ def optimizer_bytes(state_buffers: Sequence[StateBufferSpec], numel: int) -> int
 
 
 def items_of(flat: torch.Tensor, items: slice) -> torch.Tensor:
-    """`flat[items]`, and `flat` where that is all: a view takes 1.4 us of the host, an update made ten."""
+    """Return `flat[items]`, or `flat` itself where the items are all: a view takes 1.4 us, and an update made ten."""
     return flat if items.start == 0 and items.stop == flat.numel() else flat[items]
 
 
 @dataclass(frozen=True)
 class StateBuffers:
-    """Views of the same run of parameters in every state buffer; its start is a multiple of a scale's group.
+    """Views of the same span of parameters in every state buffer. Its start is a multiple of a scale's group.
     `optimizer`: the state buffers beside weight and gradient, by name."""
 
     weight: torch.Tensor
@@ -73,7 +72,7 @@ class StateBuffers:
 
     @property
     def remainder(self) -> torch.Tensor | None:
-        """What completes the weight to its master; None where it is its own."""
+        """The buffer that completes the weight to its fp32 master, None where the weight is the master."""
         return self.optimizer.get("remainder")
 
     def states(self, rule: UpdateRule) -> list[torch.Tensor]:
@@ -81,16 +80,16 @@ class StateBuffers:
         return [self.optimizer[state.name] for state in rule.states]
 
     def scales(self, rule: UpdateRule) -> list[torch.Tensor | None]:
-        """The scales of the states, None where they hold their values as they are."""
+        """The scales of the states, None for a state without scales."""
         return [self.optimizer.get(scales_of(state.name)) for state in rule.states]
 
     def part(self, span: slice, specs: Sequence[StateBufferSpec]) -> StateBuffers:
-        """The parameters `span` of this run."""
+        """Return views of the parameters `span` of this span."""
         optimizer = {spec.name: items_of(self.optimizer[spec.name], spec.cut(span)) for spec in specs}
         return StateBuffers(items_of(self.weight, span), optimizer)
 
     def weight_bytes(self) -> int:
-        """Bytes of the weights and of what completes them to the masters."""
+        """Bytes of the weights and of their remainder."""
         return self.weight.nbytes + (0 if self.remainder is None else self.remainder.nbytes)
 
     def nbytes(self) -> int:

@@ -1,13 +1,13 @@
-"""The interface of a tier: what the runtime and the checkpoints do with states, wherever they are.
+"""The interface of a tier: what the runtime and the checkpoints do with states in any tier.
 
-The states of a unit are three parts, and each is in one tier, whatever tier the others are in:
+The states of a unit have three parts. Each part is in one tier, independent of the others.
 
     Weights            in host memory, on the GPU, or on SSD
     OptimizerStates    in memory (of the host or the GPU), or on SSD
-    GradientSink       held in host memory, held on SSD, kept on the GPU, or none: straight to its update
+    GradientSink       held in host memory, held on SSD, kept on the GPU, or passed straight to its update
 
 `ds_slide.store.in_memory` and `ds_slide.store.ssd.unit` implement them. A lease is asynchronous, because states on SSD
-have to be read first: the part calls `use`, at once or from the thread that has completed the read.
+have to be read first. The part calls `use` at once or from the thread that has completed the read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Views = Callable[[slice], dict[str, torch.Tensor]]
 
 
 class StateBuffer(Protocol):
-    """One state buffer. Its readers and writers have waited for the unit (`SlideRuntime.settle`): nobody else touches
-    it."""
+    """One state buffer. Its readers and writers have waited for the unit (`SlideRuntime.settle`) and have it to
+    themselves."""
 
     @property
     def tier(self) -> Tier: ...
@@ -44,26 +44,26 @@ class StateBuffer(Protocol):
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """All of it as it is now, None on SSD: an update that counts may give it other memory."""
+        """The whole buffer, None on SSD. A confirmed update may replace this tensor by another."""
         ...
 
     def view(self, items: slice) -> torch.Tensor | None:
-        """Items for whoever keeps them: they remain those of the state buffer, whatever memory that gets. None on
+        """Return a view that the caller may keep. It stays valid when the state buffer gets other memory. None on
         SSD."""
         ...
 
     def read(self, items: slice) -> torch.Tensor:
-        """Items as they are stored: a view, or a copy of what is on SSD."""
+        """Return items as they are stored: a view in memory, a copy from SSD."""
         ...
 
     def write(self, items: slice, values: torch.Tensor) -> None: ...
 
 
 class Lessee(Protocol):
-    """An update. Only one of them has leases of a state at a time; the next one's wait."""
+    """An update. Only one update has leases of a state at a time. The leases of the next one wait."""
 
     is_pressed: bool
-    """Somebody waits for it."""
+    """Whether a thread waits for this update."""
 
 
 class Weights(Protocol):
@@ -73,40 +73,40 @@ class Weights(Protocol):
     def buffer(self) -> StateBuffer: ...
 
     def reserve(self, count: int) -> None:
-        """`count` leases follow that nothing but disk and updates can hold up."""
+        """Announce `count` leases, which only the disk and updates can still delay."""
         ...
 
     def lease(self, update: Lessee, use: Callable[[WeightView], None], *, reserved: bool) -> None:
-        """Call `use` once all of them are in memory. `put_back` follows. `reserved`: after `reserve`."""
+        """Call `use` once all weights are in memory. `put_back` follows. `reserved`: whether `reserve` announced it."""
         ...
 
     def put_back(self, span: slice) -> None:
-        """The parameters `span` have been updated."""
+        """Accept the parameters `span` back after their update."""
         ...
 
     def press(self) -> None:
-        """Somebody waits for an update that needs them."""
+        """Make pending reads urgent: a thread waits for an update that needs these weights."""
         ...
 
     def for_upload(self, copied: Callable[[], None]) -> AbstractContextManager[torch.Tensor]:
-        """All of them in host memory, for a lane that copies them to the GPU. `copied` waits until it has: called at
-        the end where their buffer is then given to others."""
+        """Yield all weights in host memory, for a lane that copies them to the GPU. `copied` waits for that copy. It is
+        called at the end where the buffer is then given to other users."""
         ...
 
     def to_fill(self) -> AbstractContextManager[torch.Tensor]:
-        """Memory for all of them, which are stored at the end: once, when the unit is built."""
+        """Yield memory for all weights, and store them at the end. Used once, when the unit is built."""
         ...
 
     def own_part(self, uploaded: torch.Tensor) -> torch.Tensor:
-        """What the GPU has of them when they are gathered. `uploaded`: where it is after `for_upload`."""
+        """Return this rank's part on the GPU for the gather. `uploaded`: the part after `for_upload`."""
         ...
 
     def hurry(self) -> AbstractContextManager[None]:
-        """While somebody waits for their update without computing on."""
+        """While this context is open, reads may evict buffers that are kept for later uses."""
         ...
 
     def drain(self) -> None:
-        """Wait until nothing of them is under way, or in a buffer that is not theirs."""
+        """Wait for all transfers of the weights, and drop their copies in shared buffers."""
         ...
 
 
@@ -117,7 +117,7 @@ class OptimizerStates(Protocol):
     def buffers(self) -> Mapping[str, StateBuffer]: ...
 
     def spans(self, wanted: Sequence[slice]) -> list[slice]:
-        """The runs of parameters in which they are leased: `wanted`, or the chunks that they are stored in."""
+        """Return the spans of parameters that are leased at once: `wanted`, or the chunks on SSD."""
         ...
 
     def lease(self, index: int, update: Lessee, use: Callable[[Views], None]) -> None:
@@ -127,11 +127,11 @@ class OptimizerStates(Protocol):
     def put_back(self, index: int) -> None: ...
 
     def hurry(self) -> AbstractContextManager[None]:
-        """As `Weights.hurry`."""
+        """See `Weights.hurry`."""
         ...
 
     def drain(self) -> None:
-        """As `Weights.drain`."""
+        """See `Weights.drain`."""
         ...
 
 
@@ -139,34 +139,34 @@ class Held(Protocol):
     """A gradient that waits for the step in host memory or on SSD."""
 
     def take(self, copy: Use, stage: Callable[[Use], None]) -> None:
-        """Hold a gradient that arrives: `copy` fills memory that the GPU can copy to, `stage` has a function called by
-        the update lane with a buffer of whole pages in which the gradient is. Called by the d2h lane."""
+        """Hold a gradient that arrives. `copy` fills memory that the GPU can copy to. `stage` makes the update lane
+        call a function with the gradient in a buffer of whole pages. Called by the d2h lane."""
         ...
 
     def sum(self, *, first: bool) -> AbstractContextManager[torch.Tensor]:
-        """The sum so far (`first`: zero), which is held at the end as it then is. For the update lane, which may read
-        it until its next call of a gradient."""
+        """Yield the sum so far (zero if `first`), and hold it at the end. Only the update lane calls this. It may read
+        the sum until its next call for any gradient."""
         ...
 
     def load(self, span: slice) -> torch.Tensor:
-        """The elements `span`, for the update lane, until its next call of a gradient."""
+        """Return the elements `span` to the update lane, valid until its next call for any gradient."""
         ...
 
 
 @dataclass(frozen=True)
 class Ways(Generic[T]):
-    """What is done with a gradient, by where it goes."""
+    """One function for each place that a gradient can go to."""
 
     on_gpu: Callable[[torch.Tensor], T]
-    """It is kept in this buffer, of a unit that is updated on the GPU."""
+    """Called where the gradient stays in this buffer on the GPU, because the unit is updated there."""
     held: Callable[[Held], T]
-    """It waits for the step."""
+    """Called where the gradient waits for the step."""
     at_once: Callable[[], T]
-    """It goes straight to its update."""
+    """Called where the gradient goes straight to its update."""
 
 
 class GradientSink(Protocol):
-    """Where a gradient of the unit goes."""
+    """The place that a gradient of the unit goes to."""
 
     @property
     def buffers(self) -> Mapping[str, StateBuffer]:
@@ -174,5 +174,5 @@ class GradientSink(Protocol):
         ...
 
     def choose(self, ways: Ways[T]) -> T:
-        """Call the one of them that it takes."""
+        """Call the function of `ways` that fits this sink."""
         ...

@@ -1,6 +1,6 @@
-"""Host memory for the way back from an update while nobody knows yet whether it counts.
+"""Host memory to take back a speculative update.
 
-Of states in fp32 the log has the lowest byte of each old number, and the rest is computed from the new ones
+For states in fp32 the log holds the lowest byte of each old number. The rest is computed from the new numbers
 (csrc/update/undo.hpp): 3.25 bytes a parameter of AdamW. Shorter states, and masters of fp16 weights, are copied.
 """
 
@@ -16,25 +16,25 @@ from ds_slide.store.state_buffers import StateBuffers, StateBufferSpec
 SLICE = 16 * 1024
 """Elements of a slice of an update (csrc/update/types.hpp)."""
 SLICE_BYTES = 4096
-"""Of the log of a slice, which has the numbers that cannot be computed."""
+"""Bytes of a slice's log, which holds the numbers that cannot be computed."""
 _LINE = 64
-"""Bytes: each array begins in a cache line of its own."""
+"""Bytes of a cache line. Each array begins at a new one."""
 
 
 @dataclass(frozen=True)
 class UndoLog:
-    """Of a unit, or of one of its `runs` of elements. Each array is for the elements in their order."""
+    """The undo log of a unit, or of one of its `runs`. Each array holds the elements in their order."""
 
     memory: torch.Tensor
-    """What all arrays lie in."""
+    """The memory that all arrays lie in."""
     runs: Sequence[slice]
     specs: Sequence[StateBufferSpec]
     new_weight: torch.Tensor | None
-    """Where the new weights wait until the update counts, because others read the old ones; None: they replace them."""
+    """The new weights until the update is confirmed, where others read the old ones. None: they are replaced."""
     old: StateBuffers | None
-    """Copies: of the weights only where these are replaced."""
+    """Copies of the old numbers. The weights are copied only where they are replaced."""
     low: Sequence[torch.Tensor] = ()
-    """Lowest bytes, of the weights and the states."""
+    """The lowest bytes of the weights and the states."""
     slices: torch.Tensor | None = None
     first_slices: Mapping[int, int] | None = None
     """The slice that each run begins with, by its first element."""
@@ -49,7 +49,7 @@ class UndoLog:
         *,
         keeps_weight: bool,
     ) -> UndoLog:
-        """In `memory`, of `undo_log_bytes` bytes. `runs`: without gaps, each updated at once."""
+        """Lay out a log in `memory` of `undo_log_bytes` bytes. `runs`: spans without gaps, each updated at once."""
         arrays, start = {}, 0
         for name, nbytes in _arrays(weight.itemsize, specs, runs, keeps_weight=keeps_weight).items():
             arrays[name] = memory[start : start + nbytes]
@@ -71,7 +71,7 @@ class UndoLog:
         return cls(memory, runs, specs, new_weight, None, list(arrays.values()), slices, first_slices)
 
     def part(self, span: slice) -> UndoLog:
-        """Of one of the runs."""
+        """Return the log of one of the runs."""
         new_weight = None if self.new_weight is None else self.new_weight[span]
         old = None if self.old is None else self.old.part(span, self.specs)
         slices = None
@@ -81,7 +81,7 @@ class UndoLog:
 
     @property
     def nbytes(self) -> int:
-        """Written by an update, but for what cannot be computed."""
+        """Bytes that an update writes, without `slices`."""
         copied = 0 if self.old is None else self.old.nbytes()
         return copied + sum(each.nbytes for each in self.low)
 
@@ -89,14 +89,14 @@ class UndoLog:
 def undo_log_bytes(
     weight_bytes: int, specs: Sequence[StateBufferSpec], runs: Sequence[slice], *, keeps_weight: bool
 ) -> int:
-    """Bytes of a unit's undo log. `weight_bytes`: of one weight."""
+    """Return the bytes of a unit's undo log. `weight_bytes`: bytes of one weight."""
     return sum(map(_whole_lines, _arrays(weight_bytes, specs, runs, keeps_weight=keeps_weight).values()))
 
 
 def _arrays(
     weight_bytes: int, specs: Sequence[StateBufferSpec], runs: Sequence[slice], *, keeps_weight: bool
 ) -> dict[str, int]:
-    """Their bytes."""
+    """Return the bytes of each array by name."""
     numel = runs[-1].stop
     arrays = {"new weight": weight_bytes * numel} if keeps_weight else {}
     if _is_invertible(specs):
@@ -108,8 +108,8 @@ def _arrays(
 
 
 def _is_invertible(specs: Sequence[StateBufferSpec]) -> bool:
-    """Whether the old numbers can be computed from the new ones: where nothing is rounded by chance, and the fp32
-    weight is all that there is of it."""
+    """Whether the old numbers can be computed from the new ones. Nothing may be rounded stochastically, and an int16
+    remainder is the only master part."""
     masters = [spec for spec in specs if spec.state is None]
     states = [spec for spec in specs if spec.state is not None]
     return all(spec.dtype == torch.int16 for spec in masters) and all(spec.dtype == torch.float32 for spec in states)

@@ -1,12 +1,12 @@
 """Gated activations, activation(gate) * up (SwiGLU, GeGLU), forward and backward in one pass each.
 
-Bytes an element (bf16): forward reads 4 and writes 2; backward reads 6 and writes 4, and saves gate and up only.
+Bytes of an element (bf16): forward reads 4 and writes 2; backward reads 6 and writes 4, and saves only gate and up.
 
 Arithmetic: fp32 inside (fp64 for fp64 inputs). The forward rounds activation(gate) to the dtype before it multiplies,
-as eager torch does, so the values are those of eager except where the two fp32 activations, a few units in their last
-place apart (exp and division are the fast ones; gelu_tanh is more exact here, because 1 + tanh(u) cancels for negative
-u and 2 sigmoid(2 u), which is used, does not), fall on different sides of a rounding boundary. The gradient of up
-multiplies with the same rounded activation; the gradient of gate is rounded once (eager: twice).
+like eager torch. The two fp32 activations may differ by a few units in their last place, because exp and division are
+the fast ones. gelu_tanh is more exact here: 1 + tanh(u) cancels for negative u, and 2 sigmoid(2 u), which is used, does
+not. So the values equal eager's unless the two activations fall on different sides of a rounding boundary. The gradient
+of up multiplies with the same rounded activation. The gradient of gate is rounded once (eager: twice).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.kernels.operator import operator
 
-# Eight elements a thread of four warps: one 16-byte load of each bf16 input.
+# Each thread of four warps has eight elements: one 16-byte load of each bf16 input.
 BLOCK = 1024
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -31,7 +31,7 @@ CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _place(column_blocks, columns, BLOCK: tl.constexpr):
-    """Row, columns and mask of this program, in int64: rows * columns may pass 2^31."""
+    """Return row, columns and mask of this program in int64, because rows * columns may pass 2^31."""
     program = tl.program_id(0).to(tl.int64)
     row = program // column_blocks
     column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -43,7 +43,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)); exp may overflow to infinity, and x / infinity is the limit.
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)). exp may overflow to infinity, and x / infinity is the limit.
         return x / (1.0 + tl.exp(-TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x)))
     else:
         return x * 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
@@ -51,7 +51,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _sigmoid_pair(x):
-    """sigmoid(x) and 1 - sigmoid(x), both to full relative accuracy and without overflow."""
+    """Return sigmoid(x) and 1 - sigmoid(x), both with full relative accuracy and without overflow."""
     small_exp = tl.exp(-tl.abs(x))
     large = 1.0 / (1.0 + small_exp)
     small = small_exp * large
@@ -60,12 +60,12 @@ def _sigmoid_pair(x):
 
 @triton.jit
 def _activate_with_slope(x, ACTIVATION: tl.constexpr):
-    """The activation and its derivative."""
+    """Return the activation and its derivative."""
     if ACTIVATION == "silu":
         probability, rest = _sigmoid_pair(x)
         slope = probability * (1.0 + x * rest)
     elif ACTIVATION == "gelu_tanh":
-        # Past 30 both values are at their limits; bounded, because infinity times a probability of zero is nan.
+        # Past 30 both values are at their limits. The bound is needed: infinity times a probability of zero is nan.
         square = tl.where(tl.abs(x) < 30.0, x * x, 900.0)
         probability, rest = _sigmoid_pair(TWO_SQRT_2_OVER_PI * (x + CUBIC * square * x))
         slope = probability * (1.0 + x * rest * TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * square))
@@ -126,7 +126,7 @@ def _gated_backward_kernel(
 
 
 def _in_rows(values: torch.Tensor) -> torch.Tensor:
-    """`values` itself where its rows (contiguous last dimension) are one constant stride apart, else a copy."""
+    """Return `values` itself if its rows (contiguous last dimension) are one constant stride apart, else a copy."""
     if values.is_contiguous():
         return values
     if values.stride(-1) != 1:
@@ -148,7 +148,7 @@ def _row_stride(values: torch.Tensor) -> int:
 
 
 def _launch(kernel, tensors: list[torch.Tensor], activation: str) -> None:
-    """Every tensor [..., i] of one shape, in rows of a constant stride."""
+    """Launch `kernel` on tensors [..., i] of one shape, in rows of a constant stride."""
     values = tensors[0]
     if not values.numel():
         return
@@ -263,10 +263,10 @@ def _check(name: str, values: torch.Tensor, activation: str) -> None:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up, contiguous, in the shape [..., i] and dtype of both (bf16, fp16, fp32 or fp64).
+    """Return activation(gate) * up, contiguous, in the shape [..., i] and dtype of both (bf16, fp16, fp32 or fp64).
 
-    activation: "silu", "gelu" (erf) or "gelu_tanh". The halves of one packed [..., 2 i] projection are read where they
-    are; inputs whose rows are not contiguous or not a constant stride apart are copied first. The gradients are
+    activation: "silu", "gelu" (erf) or "gelu_tanh". The halves of one packed [..., 2 i] projection are read in place.
+    Inputs with rows that are not contiguous or not a constant stride apart are copied first. The gradients are
     contiguous.
 
     Raises SlideConfigError for an unknown activation, SlideError where shapes or dtypes differ.
@@ -280,9 +280,9 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
 
 
 def gated_packed(packed: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(first half) * second half of the last dimension: [..., 2 i] to a contiguous [..., i] (as in Phi-3).
+    """Return activation(first half) * second half of the last dimension: [..., 2 i] to a contiguous [..., i] (Phi-3).
 
-    The same arithmetic as `gated`; its backward writes one packed gradient [..., 2 i] and needs no concatenation.
+    The arithmetic is the same as in `gated`. The backward writes one packed gradient [..., 2 i] without concatenation.
 
     Raises SlideConfigError for an unknown activation, SlideError for an odd last dimension or an unknown dtype.
     """

@@ -1,4 +1,4 @@
-"""What the losses over a linear layer accept, checked in one place: every refusal names the function and the remedy."""
+"""Checks of the arguments of losses over a linear layer. Every error names the function and the remedy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ds_slide.errors import SlideConfigError
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
 
 MEAN, SUM, DIVIDE = 0, 1, 2
-"""What the sum over rows is divided by: the counted rows, nothing, or a number that is given."""
+"""The divisor of the sum over rows: the number of counted rows, none, or a given number."""
 
 
 class Matrix(Protocol):
-    """A weight as far as the checks see it: a tensor, or one that is elsewhere."""
+    """A weight in the checks: a tensor, or a weight that is elsewhere."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -23,7 +23,7 @@ class Matrix(Protocol):
 
 
 def check_linear(function: str, hidden: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> None:
-    """Refuse by SlideConfigError dtypes that differ or have no kernels, and a bias that is not one element a word."""
+    """Raise SlideConfigError for dtypes that differ or have no kernels, and for a bias without one element per word."""
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         shown = "" if bias is None else f", bias in {bias.dtype}"
         raise SlideConfigError(
@@ -40,7 +40,7 @@ def check_linear(function: str, hidden: torch.Tensor, weight: Matrix, bias: torc
 def check_loss(
     function: str, hidden: torch.Tensor, weight: Matrix, labels: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Refuse by SlideConfigError what is not hidden [n, h], weight [v, h], int64 labels [n] and bias [v] or None."""
+    """Raise SlideConfigError unless hidden is [n, h], weight [v, h], labels int64 [n] and bias [v] or None."""
     if hidden.ndim != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1] or not weight.shape[0]:
         raise SlideConfigError(
             f"{function} needs hidden [n, h] and weight [v, h] with v > 0, not {tuple(hidden.shape)} and "
@@ -55,7 +55,7 @@ def check_loss(
 
 
 def check_options(function: str, reduction: str, label_smoothing: float, softcap: float | None) -> None:
-    """Refuse by SlideConfigError a reduction other than "mean" and "sum", and numbers out of their range."""
+    """Raise SlideConfigError for a reduction other than "mean" and "sum", and for numbers out of their range."""
     if reduction not in ("mean", "sum"):
         raise SlideConfigError(f'{function} has no reduction "{reduction}": use "mean" or "sum".')
     if softcap is not None and not softcap > 0:
@@ -67,7 +67,7 @@ def check_options(function: str, reduction: str, label_smoothing: float, softcap
 def divide_by(
     function: str, reduction: str, num_items: int | torch.Tensor | None, device: torch.device
 ) -> tuple[int, torch.Tensor | None, float]:
-    """-> MEAN, SUM or DIVIDE, and for DIVIDE the divisor: a 0-d tensor on `device`, or else the number."""
+    """Return MEAN, SUM or DIVIDE, and for DIVIDE the divisor: a 0-d tensor on `device`, or else the number."""
     if isinstance(num_items, torch.Tensor):
         if num_items.ndim:
             shape = tuple(num_items.shape)

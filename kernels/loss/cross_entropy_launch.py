@@ -1,4 +1,4 @@
-"""Launches of the cross-entropy's kernels over rows of logits: whole rows, or columns of them chunk by chunk."""
+"""Launches of the cross-entropy's kernels over rows of logits: whole rows, or chunks of their columns."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import triton
 
 from ds_slide.kernels.loss.cross_entropy_rows import fold_kernel, gradient_kernel, row_kernel, segment_kernel
 
-# Columns of a segment, and of them the elements of one thread: with 32 (four loads of 16 bytes in bf16, all under way
-# at once) and four warps, eight programs or more fit on a multiprocessor and keep 64 KB of loads under way.
+# Columns of a segment, and elements of one thread. With 32 elements (four loads of 16 bytes in bf16, all under way at
+# once) and four warps, at least eight programs fit on a multiprocessor and keep 64 KB of loads under way.
 SEGMENT = 4096
 ELEMENTS = 32
-# Rows without a label are not read, but then each program waits for its label before it reads.
+# Rows without a label are not read. The cost: each program waits for its label before it reads.
 SKIP_IGNORED = True
 
 
 class LossTerms(NamedTuple):
-    """What the loss of a row is, beside its logits and its label."""
+    """The options of the loss of a row."""
 
     ignore_index: int
     smoothing: float
@@ -27,7 +27,7 @@ class LossTerms(NamedTuple):
 
 
 class _Segments:
-    """How rows of `width` columns are cut."""
+    """The segments of rows of `width` columns."""
 
     def __init__(self, width: int) -> None:
         self.block = min(SEGMENT, triton.next_power_of_2(width))
@@ -147,8 +147,8 @@ class _Launches:
 class CrossEntropyRows(_Launches):
     """The launches for chunks of at most `rows` rows of logits [rows, vocabulary].
 
-    Logits are bf16, fp16 or fp32 with rows of `stride` elements, a multiple of 8, all of which are written. `bias`
-    [vocabulary] or None is added to them. Logits beyond the vocabulary may hold anything and end as anything.
+    Logits are bf16, fp16 or fp32. Their rows have `stride` elements, a multiple of 8, and all of them are written.
+    `bias` [vocabulary] or None is added to them. Logits beyond the vocabulary may have any values before and after.
     """
 
     def __init__(
@@ -160,23 +160,23 @@ class CrossEntropyRows(_Launches):
         self.row_factors = torch.empty(rows, 2, dtype=torch.float32, device=scales.device)
 
     def losses_(self, logits: torch.Tensor, labels: torch.Tensor, row_losses: torch.Tensor) -> None:
-        """row_losses [n], fp32 = the losses of logits [n, vocabulary] with labels [n], int64; 0 where ignored."""
+        """Write the losses of logits [n, vocabulary] with labels [n] int64 to row_losses [n] fp32, 0 where ignored."""
         stride, bias, partials, segments = self.stride, self.bias, self.partials, self.segments
         self._take_segments(logits, stride, bias, labels, partials, None, segments, 0, 0)
         self._take_rows(logits, stride, bias, labels, partials, None, segments.count, row_losses, self.row_factors)
 
     def gradients_(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """The logits whose losses were computed last become their gradients, times scales[1]; zeros where ignored."""
+        """Turn the logits of the last `losses_` into their gradients, times scales[1], zeros where ignored."""
         self._take_gradients(logits, self.stride, self.bias, labels, self.row_factors, self.segments, 0)
 
 
 class CrossEntropyColumns(_Launches):
-    """The launches for rows whose logits come a chunk of columns at a time.
+    """The launches for logits that come in chunks of columns.
 
     labels [n] are int64 and contiguous, `bias` [vocabulary] is contiguous or None. Logits are bf16, fp16 or fp32
-    [rows, width]: the rows from `start` on, the columns from `first` on, with rows of a multiple of 8 elements, all of
-    which are written. For each chunk call `begin_chunk`, and then `add_` for all rows in any blocks; `losses` after the
-    last. In a second walk over the chunks call `gradients_` with the row_factors that `losses` gave.
+    [rows, width]: the rows from `start` on, the columns from `first` on. Their rows have a multiple of 8 elements, and
+    all of them are written. For each chunk call `begin_chunk`, and then `add_` for all rows in any blocks. Call
+    `losses` after the last chunk. In a second walk over the chunks call `gradients_` with the row_factors of `losses`.
     """
 
     def __init__(
@@ -184,8 +184,8 @@ class CrossEntropyColumns(_Launches):
     ) -> None:
         super().__init__(vocabulary, bias, scales, terms)
         self.labels = labels
-        # Chunks of whole segments need one less (7.7 MB for 16,384 rows of 151,936 words). Others, which end within a
-        # segment, fold what they have found into one partial when the next chunk would not fit: any one chunk does.
+        # Chunks of whole segments need one slot less (7.7 MB for 16,384 rows of 151,936 words). Other chunks end within
+        # a segment. They are folded into one partial when the next chunk would not fit. Any single chunk fits.
         self.slots = 1 + _Segments(vocabulary).count
         self.slot = self.used = 0
         self.partials = torch.empty(0, 3, self.slots, device=scales.device)
@@ -211,14 +211,14 @@ class CrossEntropyColumns(_Launches):
         self.slot, self.used = self.used, self.used + segments
 
     def add_(self, logits: torch.Tensor, start: int, first: int) -> None:
-        """Take up logits [rows, width] of the chunk that began last."""
+        """Add logits [rows, width] of the chunk that began last."""
         rows, segments = slice(start, start + logits.shape[0]), _Segments(logits.shape[1])
         labels, partials, targets = self.labels[rows], self.partials[rows], self.targets[rows]
         bias = self._bias(logits, first)
         self._take_segments(logits, logits.stride(0), bias, labels, partials, targets, segments, first, self.slot)
 
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> the losses of the rows [n], 0 where ignored, and their row_factors [n, 2], both fp32."""
+        """Return the losses of the rows [n], 0 where ignored, and their row_factors [n, 2], both fp32."""
         rows, device = self.labels.shape[0], self.scales.device
         row_losses = torch.empty(rows, dtype=torch.float32, device=device)
         row_factors = torch.empty(rows, 2, dtype=torch.float32, device=device)
@@ -227,7 +227,7 @@ class CrossEntropyColumns(_Launches):
         return row_losses, row_factors
 
     def gradients_(self, logits: torch.Tensor, start: int, first: int, row_factors: torch.Tensor) -> None:
-        """logits [rows, width] become their gradients, times scales[1]; zeros where ignored."""
+        """Turn logits [rows, width] into their gradients, times scales[1], zeros where ignored."""
         rows, segments = slice(start, start + logits.shape[0]), _Segments(logits.shape[1])
         bias, labels, factors = self._bias(logits, first), self.labels[rows], row_factors[rows]
         self._take_gradients(logits, logits.stride(0), bias, labels, factors, segments, first)

@@ -1,17 +1,17 @@
 """Cross-entropy of rows of logits, and their gradient in place of the logits.
 
-Three kernels: `segment_kernel` takes a segment of a row to its maximum and its sum of exponentials, `row_kernel` the
-segments of a row to its loss, `gradient_kernel` a segment to its gradient. Segments and not rows are the programs:
-1,024 rows of 151,936 words in bf16 take an H200 237 us, and 87 us where only the loss is wanted, against 254 and 140
-with a program a row and one a multiprocessor, and against 223 and 74 for copying as many bytes. Segments also fill the
-device when rows are few.
+There are three kernels. `segment_kernel` computes the maximum and the sum of exponentials of a segment of a row.
+`row_kernel` computes the loss of a row from its segments, `gradient_kernel` the gradient of a segment. Each segment has
+its own program. 1,024 rows of 151,936 words in bf16 take an H200 237 us, and 87 us for the loss only. With a program
+for each row and one on a multiprocessor they took 254 and 140 us, and copying the same bytes took 223 and 74 us.
+Segments also fill the device when rows are few.
 
-Bytes: the logits are read twice and written once. The segments are taken in opposite orders: the first read begins
-with what the matrix product has written last, and the second with what the first has read last.
+The logits are read twice and written once. The two reads go in opposite orders: the first read begins with the last
+output of the matrix product, and the second with the last input of the first read.
 
-The logits may also be `width` columns of the vocabulary from `first` on, where the weight comes in chunks. Each chunk
-then adds its segments to the partials of the row and, where it has the label, writes its logit down (TARGETS), and
-`row_kernel` runs after the last one. `fold_kernel` makes room where the segments of all chunks would be too many.
+Where the weight comes in chunks, the logits are `width` columns of the vocabulary from `first` on. Each chunk then adds
+its segments to the partials of the row. If the chunk has the label, it also stores the label's logit (TARGETS).
+`row_kernel` runs after the last chunk. `fold_kernel` makes room where all chunks would have too many segments.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _cap(value, softcap, CAP: tl.constexpr):
-    """softcap * tanh(value / softcap) and its derivative by value."""
+    """Return softcap * tanh(value / softcap) and its derivative by value."""
     derivative = 1.0
     if CAP:
-        # tanh from the exponential of a number that is never positive: it cannot overflow.
+        # tanh uses the exponential of a number that is never positive, so it cannot overflow.
         decay = tl.exp(-2.0 * tl.abs(value) / softcap)
         tangent = softcap * (1.0 - decay) / (1.0 + decay)
         value = tl.where(value < 0.0, -tangent, tangent)
@@ -41,8 +41,8 @@ def _cap(value, softcap, CAP: tl.constexpr):
 def _load_logits(
     logits, bias, columns, width, stride, softcap, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Logits in fp32 and the derivative of the cap; -inf beyond the `width` columns that are words."""
-    # The mask is the padded row, a multiple of 64: the width, if odd, would break the vector loads.
+    """Load logits in fp32 and the derivative of the cap. Logits are -inf beyond the `width` columns of words."""
+    # The mask is the padded row, a multiple of 64. An odd width would break the vector loads.
     value = tl.load(logits + columns, mask=columns < stride, other=-float("inf")).to(tl.float32)
     if HAS_BIAS:
         value += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
@@ -54,7 +54,7 @@ def _load_logits(
 
 @triton.jit
 def _load_target(logits, bias, at, softcap, HAS_BIAS: tl.constexpr, CAP: tl.constexpr):
-    """The one logit of a row that its label names."""
+    """Load the logit of a row's label."""
     target = tl.load(logits + at).to(tl.float32)
     if HAS_BIAS:
         target += tl.load(bias + at).to(tl.float32)
@@ -64,14 +64,14 @@ def _load_target(logits, bias, at, softcap, HAS_BIAS: tl.constexpr, CAP: tl.cons
 
 @triton.jit
 def _combine(parts, pitch, mask):
-    """Maximum and sum of exponentials of a row, from those of its segments."""
+    """Combine the maxima and sums of exponentials of a row's segments."""
     largest = tl.load(parts, mask=mask, other=LOWEST)
     top = tl.max(largest, axis=0)
     sums = tl.load(parts + pitch, mask=mask, other=0.0)
     return top, tl.sum(sums * tl.exp2((largest - top) * LOG2_E), axis=0)
 
 
-# Where a chunk starts (`first`, and `slot` for its segments) differs from chunk to chunk: no variant for each.
+# The start of a chunk (`first`, and `slot` for its segments) differs from chunk to chunk: no variant for each.
 @triton.jit(do_not_specialize=["first", "slot"])
 def segment_kernel(
     logits,
@@ -94,8 +94,8 @@ def segment_kernel(
     TARGETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """partials [rows, 3, pitch] from `slot` on = maximum, sum of exp(logit - maximum) and, with SMOOTH, sum of the
-    logits of each segment; with TARGETS, targets [rows] = the logit of the label, where it is among these columns."""
+    """Write partials [rows, 3, pitch] from `slot` on: maximum, sum of exp(logit - maximum) and, with SMOOTH, sum of the
+    logits of each segment. With TARGETS write the label's logit to targets [rows], if these columns have it."""
     row = tl.program_id(0).to(tl.int64)
     segment = tl.num_programs(1) - 1 - tl.program_id(1)
     counted = True
@@ -104,7 +104,7 @@ def segment_kernel(
     if counted:
         columns = segment * BLOCK + tl.arange(0, BLOCK)
         value, _ = _load_logits(logits + row * stride, bias, columns, width, stride, softcap, HAS_BIAS, CAP, PADDED)
-        # A segment of -inf alone has the lowest number as its maximum: the difference stays -inf, and is not nan.
+        # A segment of only -inf has the lowest number as its maximum, so the difference stays -inf and is not nan.
         largest = tl.maximum(tl.max(value, axis=0), LOWEST)
         part = partials + row * 3 * pitch + slot + segment
         tl.store(part, largest)
@@ -120,7 +120,7 @@ def segment_kernel(
 
 @triton.jit
 def fold_kernel(partials, segments, pitch, SMOOTH: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The first `segments` partials of a row become one, in the place of the first."""
+    """Fold the first `segments` partials of a row into one, in the place of the first."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, SEGMENTS)
     mask = lanes < segments
@@ -157,8 +157,8 @@ def row_kernel(
     TARGETS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Loss of a row, and what its gradient needs: row_factors [rows, 2] = its maximum and the factor of exp(logit -
-    maximum), which holds the mantissa of 1 / count. With TARGETS the logits are not read: `targets` has what it takes.
+    """Compute the loss of a row, and row_factors [rows, 2] for its gradient: the maximum and the factor of
+    exp(logit - maximum), which includes the mantissa of 1 / count. With TARGETS `targets` replaces the logits.
     """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
@@ -178,7 +178,7 @@ def row_kernel(
         top, total = _combine(parts, pitch, mask)
         log_total = tl.log2(total) * LN_2
 
-        # Differences of logits first: for logits of 10^4 their logarithm of a sum is rounded to 10^-3.
+        # Logits are subtracted first: for logits of 10^4 their logarithm of a sum is rounded to 10^-3.
         loss = (1.0 - smoothing) * (top - target + log_total)
         log_sum = top + log_total
         loss += z_loss * log_sum * log_sum
@@ -211,7 +211,7 @@ def gradient_kernel(
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A segment of logits becomes its gradient, times the mantissa of 1 / count."""
+    """Turn a segment of logits into its gradient, times the mantissa of 1 / count."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     lanes = tl.arange(0, BLOCK)
@@ -228,7 +228,7 @@ def gradient_kernel(
         gradient = tl.exp2((value - top) * LOG2_E) * factor
         if SMOOTH:
             gradient -= smoothing / vocabulary * scale
-        # Compared within the segment, as 32 bits: whole labels would take two comparisons for each element.
+        # The comparison is within the segment, in 32 bits: whole labels would take two comparisons for each element.
         at = label - first
         place = tl.where((at >= start) & (at < start + BLOCK), at - start, -1).to(tl.int32)
         gradient = tl.where(lanes == place, gradient - (1.0 - smoothing) * scale, gradient)

@@ -1,8 +1,8 @@
 """Loss of the language model head without its logits: linear layer and cross-entropy in chunks of rows.
 
-For 16,384 tokens and 151,936 words the logits alone are 5 GB in bf16, and their gradient as much again. Here one
-buffer of some hundred MB holds the logits of a chunk and then, in place, their gradient, from which the gradients
-of `hidden` and `weight` are made at once: the backward pass only multiplies them by its incoming gradient.
+For 16,384 tokens and 151,936 words the logits have 5 GB in bf16, and so has their gradient. Here one buffer of some
+hundred MB holds the logits of a chunk and then, in place, their gradient. The gradients of `hidden` and `weight` are
+made from it at once. The backward pass only multiplies them by its incoming gradient.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ds_slide.kernels.loss.cross_entropy_launch import CrossEntropyRows, LossTer
 from ds_slide.kernels.loss.scales import apply_scale_, fill_scales_
 from ds_slide.kernels.loss.weight_gradient import WeightGradient, result_dtype
 
-# Logits of one chunk, at least: 1,024 rows of 151,936 words in bf16. Beside it stands the second half of the fp32 sum
-# of the weight's gradient (0.62 GB for h = 2048), so that the loss of such a head stays below 1 GB.
+# The least bytes of a chunk of logits: 1,024 rows of 151,936 words in bf16. The second half of the fp32 sum of the
+# weight's gradient is beside it (0.62 GB for h = 2048), so that the loss of such a head stays below 1 GB.
 CHUNK_BYTES = 320 * 10**6
-# Each chunk reads and writes the whole of that sum (2.5 GB). So a GPU that has the memory takes larger ones: 2,048 rows
-# where there are 80 GB (0.85 of its products' speed on an H200, against 0.78; LOG.md). Where the sum is larger, so is
-# what it costs, and the memory that it takes anyway: chunks may then take as much, up to 1 % of the GPU.
+# Each chunk reads and writes all of that sum (2.5 GB). So a GPU with enough memory takes larger chunks: 2,048 rows
+# with 80 GB (0.85 of its products' speed on an H200, against 0.78; LOG.md). A larger sum costs more time, and takes
+# more memory anyway. Chunks may then be as large as the sum, up to 1 % of the GPU.
 CHUNKS_OF_DEVICE = 128
 MOST_CHUNKS_OF_DEVICE = 100
-# What a chunk costs beside the products depends on the rows alone: with 512 of them (256,000 words) the loss ran at
-# 0.61 of its products' speed, with 1,024 at 0.77. So larger vocabularies may take up to twice the bytes.
+# The cost of a chunk beside the products depends only on its rows: with 512 rows (256,000 words) the loss ran at 0.61
+# of its products' speed, with 1,024 at 0.77. So larger vocabularies may take up to twice the bytes.
 ENOUGH_ROWS = 1024
 LEAST_ROWS = 128
 # Rows of the buffer start at multiples of this many elements: odd vocabularies (50,257) then still get vector loads,
@@ -34,15 +34,15 @@ COLUMN_MULTIPLE = 64
 
 
 def chunk_bytes(device: torch.device, summed: int) -> int:
-    """Bytes of a chunk on `device`, beside `summed` bytes of the weight's sum: the same for each call of one shape,
-    because the order of sums depends on it."""
+    """Return the bytes of a chunk on `device`, beside `summed` bytes of the weight's sum. They are the same for each
+    call of one shape, because the order of sums depends on them."""
     if device.type != "cuda":
         return CHUNK_BYTES
     return chunk_bytes_of(_memory_of(device), summed)
 
 
 def _memory_of(device: torch.device) -> int:
-    """Bytes of a GPU that torch may take."""
+    """Return the bytes of a GPU that torch may take."""
     total = torch.cuda.get_device_properties(device).total_memory
     if not hasattr(torch.cuda, "get_per_process_memory_fraction"):
         return total
@@ -50,15 +50,16 @@ def _memory_of(device: torch.device) -> int:
 
 
 def chunk_bytes_of(memory: int, summed: int) -> int:
-    """As `chunk_bytes`, on a GPU with so many bytes of memory."""
+    """Return `chunk_bytes` for a GPU with `memory` bytes."""
     beside_sum = min(5 * summed // 4, memory // MOST_CHUNKS_OF_DEVICE)
     return max(CHUNK_BYTES, memory // CHUNKS_OF_DEVICE, beside_sum)
 
 
 def chunk_rows(rows: int, padded: int, itemsize: int, limit: int | None = None) -> int:
-    """Rows of a chunk: a power of two, within `limit` bytes or twice that.
+    """Return the rows of a chunk: a power of two, within `limit` bytes or twice `limit`.
 
-    The products like these: with 2,048 rows the loss took 50.2 ms on an H200, with 2,432 52.6 and with 2,816 50.7.
+    Powers of two make fast products: with 2,048 rows the loss took 50.2 ms on an H200, with 2,432 52.6 and with 2,816
+    50.7.
     """
     fitting = (CHUNK_BYTES if limit is None else limit) // (padded * itemsize)
     fitting = max(fitting, min(2 * fitting, ENOUGH_ROWS), LEAST_ROWS)
@@ -66,8 +67,8 @@ def chunk_rows(rows: int, padded: int, itemsize: int, limit: int | None = None) 
 
 
 def workspace_bytes(hidden: torch.Tensor, vocabulary: int, need_weight: bool, memory: int) -> int:
-    """What the forward takes beside its results, and frees again, on a GPU with so many bytes of memory: the logits of
-    a chunk, and the half of the weight's sum that does not lie in its result."""
+    """Return the temporary bytes of the forward on a GPU with `memory` bytes: the logits of a chunk, and the half of
+    the weight's sum that is not in its result."""
     padded, itemsize = _padded(vocabulary), hidden.element_size()
     step = rows_at_once(hidden, vocabulary, need_weight, memory)
     half = vocabulary * hidden.shape[1] * itemsize if need_weight and step < hidden.shape[0] and itemsize < 4 else 0
@@ -75,7 +76,7 @@ def workspace_bytes(hidden: torch.Tensor, vocabulary: int, need_weight: bool, me
 
 
 def rows_at_once(hidden: torch.Tensor, vocabulary: int, need_weight: bool, memory: int) -> int:
-    """Rows of a chunk on a GPU with so many bytes of memory."""
+    """Return the rows of a chunk on a GPU with `memory` bytes."""
     return _step(hidden, _padded(vocabulary), vocabulary, need_weight, memory)
 
 
@@ -84,8 +85,8 @@ def _padded(vocabulary: int) -> int:
 
 
 def _step(hidden: torch.Tensor, padded: int, vocabulary: int, need_weight: bool, memory: int | None = None) -> int:
-    """Rows of a chunk; all of them where the fp32 sum of several chunks would take more memory than it saves.
-    `memory`: bytes of a GPU that is not there."""
+    """Return the rows of a chunk: all rows where the fp32 sum of several chunks would take more memory than it saves.
+    `memory`: bytes of the GPU that is planned for, None for the present one."""
     rows, width = hidden.shape
     summed = vocabulary * width * hidden.element_size() if need_weight else 0
     limit = chunk_bytes(hidden.device, summed) if memory is None else chunk_bytes_of(memory, summed)
@@ -111,7 +112,8 @@ def _linear_cross_entropy(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> loss, gradients of hidden, weight and bias before their power of two (empty where not needed), scales [3]."""
+    """Return the loss, the gradients of hidden, weight and bias before their power of two (empty where not needed), and
+    scales [3]."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     device, dtype = hidden.device, hidden.dtype
     empty = [torch.empty(0, dtype=dtype, device=device) for _ in range(3)]
@@ -149,7 +151,7 @@ def _linear_cross_entropy(
             weight_sum.add_(logits, part)
         if need_bias:
             grad_bias += logits.sum(dim=0, dtype=torch.float32)
-    # Before the sum of the weight gradient takes its temporary memory.
+    # The buffer goes before the sum of the weight gradient takes its temporary memory.
     del buffer, logits
     grad_weight = empty[1] if weight_sum is None else weight_sum.finish()
     return row_losses.sum() * scales[0], grad_hidden, grad_weight, grad_bias, scales
@@ -175,7 +177,7 @@ def _(hidden, weight, *others):
 def _scale_gradient(
     gradient: torch.Tensor, grad_loss: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """gradient * grad_loss * scales[2], rounded once to `dtype`."""
+    """Return gradient * grad_loss * scales[2], rounded once to `dtype`."""
     scaled = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
     apply_scale_(scaled, gradient, grad_loss, scales)
     return scaled
@@ -190,7 +192,7 @@ def _save_gradients(ctx, inputs, output):
     hidden, weight, _, bias = inputs[:4]
     ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     ctx.needed = inputs[-3:]
-    # The gradients among the outputs have none of their own: zeros for them would take as much memory again.
+    # Outputs that are gradients get no gradient. Zeros for them would double the memory.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
@@ -229,19 +231,20 @@ def linear_cross_entropy(
     reduction: str = "mean",
     num_items: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of `hidden @ weight.T + bias` against `labels`, fp32, 0-d; the logits never exist as a whole.
+    """Return the cross-entropy of `hidden @ weight.T + bias` against `labels`, fp32, 0-d, without the whole logits.
 
-    hidden [n, h] and weight [v, h] (and bias [v]) are bf16, fp16 or fp32, all of one dtype; labels [n] are int64.
-    Logits are rounded to that dtype as they leave the matrix product; everything after it is fp32.
+    hidden [n, h] and weight [v, h] (and bias [v]) are bf16, fp16 or fp32, all of one dtype. labels [n] are int64.
+    The matrix product rounds logits to that dtype. All later operations are fp32.
 
-    The parts are those of `torch.nn.functional.cross_entropy`, with three more: `softcap` replaces every logit by
-    softcap * tanh(logit / softcap) first; `z_loss` adds z_loss * logsumexp^2 for each counted row; `num_items` (an int
-    or a 0-d tensor) divides the sum over rows whatever `reduction` ("mean" or "sum") says. The mean over no counted row
-    is nan, with gradients of zero. A label outside [0, v) that is not `ignore_index` makes the loss and the gradients
-    it reaches nan (torch would stop with a device-side assertion); nothing here waits for the device to look.
+    The options of `torch.nn.functional.cross_entropy` have the same meaning. There are three more. `softcap` replaces
+    every logit by softcap * tanh(logit / softcap) first. `z_loss` adds z_loss * logsumexp^2 for each counted row.
+    `num_items` (an int or a 0-d tensor) divides the sum over rows for any `reduction` ("mean" or "sum"). The mean over
+    no counted row is nan, with gradients of zero. A label outside [0, v) that is not `ignore_index` makes the loss and
+    the gradients that it reaches nan (torch would stop with a device-side assertion). This function never waits for the
+    device.
 
-    Gradients are computed by this call for those inputs that require them; a second derivative is refused by
-    SlideError. Arguments that cannot be used raise SlideConfigError.
+    This call computes the gradients of the inputs that require them. A second derivative raises SlideError. Arguments
+    that cannot be used raise SlideConfigError.
     """
     name = "linear_cross_entropy"
     check_loss(name, hidden, weight, labels, bias)

@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices added to an fp32 matrix. Without Triton: cuBLAS does it where torch lets it."""
+"""Products of 16-bit matrices added to an fp32 matrix. They do not use Triton: cuBLAS does it where torch allows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SLICE_BYTES = 64 * 2**20
 
 @cache
 def product_kind(device: torch.device, dtype: torch.dtype) -> str:
-    """How an fp32 matrix can take up a product of 16-bit matrices: tried once, as versions and devices differ.
+    """Return how a product of 16-bit matrices is added to an fp32 matrix. Tried once, as versions and devices differ.
 
-    "accumulate": cuBLAS adds to the matrix. "widen": the product comes in fp32 but has to be added by itself (torch
-    before the accumulator could be of another dtype than the factors). "convert": neither exists (CPU).
+    "accumulate": cuBLAS adds to the matrix. "widen": the product comes in fp32 but has to be added by itself (older
+    torch, where the accumulator had the dtype of the factors). "convert": neither exists (CPU).
     """
     if dtype == torch.float32:
         return "accumulate"
@@ -37,7 +37,7 @@ def product_kind(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def add_product_(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: bool) -> None:
-    """fp32 matrix [a, b] += left [a, c] @ right [c, b]; with `first` the product replaces what it held."""
+    """Add left [a, c] @ right [c, b] to the fp32 matrix [a, b]. With `first` the product replaces its content."""
     kind = product_kind(left.device, left.dtype)
     if kind == "accumulate":
         beta = 0 if first else 1

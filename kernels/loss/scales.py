@@ -1,8 +1,8 @@
-"""What a loss is divided by, and its gradients with it, without a word to the host.
+"""The divisor of a loss and its gradients, computed on the device.
 
 The gradient of the logits is (softmax - target) * mantissa, where 1 / count = mantissa * power, 1 <= mantissa < 2.
-The power of two is applied in the backward pass: with 1 / count inside, fp16 would flush most of the gradients to zero,
-and with all of it outside, bf16 would round every gradient once more.
+The power of two is applied in the backward pass. With all of 1 / count inside, fp16 would flush most of the gradients
+to zero. With all of it outside, bf16 would round every gradient once more.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SCALE_BLOCK = 4096
 def _divisor_kernel(
     labels, rows, ignore_index, divisor, scales, COUNT: tl.constexpr, FROM_MEMORY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """scales = (1 / count, its mantissa, its power of two)."""
+    """Write scales = (1 / count, its mantissa, its power of two)."""
     if COUNT:
         counted = tl.zeros((BLOCK,), dtype=tl.int32)
         start = 0
-        # Not a range: the interpreter needs constants for its bounds, and rows differ from batch to batch.
+        # The loop is no range: the interpreter needs constant bounds, and rows differ from batch to batch.
         while start < rows:
             offsets = start + tl.arange(0, BLOCK)
             label = tl.load(labels + offsets, mask=offsets < rows, other=ignore_index)
@@ -37,7 +37,7 @@ def _divisor_kernel(
         count = tl.full((), divisor, dtype=tl.float32)
     scale = 1.0 / count
     power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    # A power of 0 or inf (count of 0, inf or nan) has no mantissa: the scale itself then, so that it shows.
+    # A power of 0 or inf (count of 0, inf or nan) has no mantissa. Then the scale itself is used, so that it shows.
     power = tl.where((power > 0.0) & (power < float("inf")), power, 1.0)
     tl.store(scales, scale)
     tl.store(scales + 1, scale / power)
@@ -56,9 +56,9 @@ def _scale_kernel(source, destination, grad_loss, scales, numel, BLOCK: tl.const
 def fill_scales_(
     scales: torch.Tensor, labels: torch.Tensor, ignore_index: int, division: int, divisor: torch.Tensor | float
 ) -> None:
-    """scales [3], fp32 = (1 / count, its mantissa, its power of two).
+    """Write scales [3] fp32 = (1 / count, its mantissa, its power of two).
 
-    The count is that of labels [n], int64, other than `ignore_index` for MEAN, and else `divisor`, a number or 0-d.
+    For MEAN the count is the number of labels [n], int64, other than `ignore_index`, else `divisor`, a number or 0-d.
     """
     _divisor_kernel[(1,)](
         labels,
@@ -76,7 +76,8 @@ def fill_scales_(
 def apply_scale_(
     destination: torch.Tensor, source: torch.Tensor, grad_loss: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """destination = source * grad_loss * scales[2], contiguous and of one shape, rounded once; grad_loss is 0-d."""
+    """Write source * grad_loss * scales[2], rounded once, to destination. Both are contiguous and of one shape.
+    grad_loss is 0-d."""
     numel = source.numel()
     if numel:
         grid = (triton.cdiv(numel, SCALE_BLOCK),)

@@ -1,8 +1,8 @@
-"""A linear layer whose weight is elsewhere: chunks of its rows pass by, and the gradients of these rows leave at once.
+"""A linear layer with a streamed weight: its rows come in chunks, and the gradients of these rows leave at once.
 
-On the device there is a chunk [c, h] at a time, in the buffers of whoever brings the rows, and never the weight. Each
-pass costs a transfer of the weight (0.62 GB for 151,936 x 2,048 in bf16): one forward, one backward, and with gradients
-as many bytes back.
+The device never has the whole weight, only one chunk [c, h] at a time, in the buffers of the weight's owner. Each pass
+costs a transfer of the weight (0.62 GB for 151,936 x 2,048 in bf16): one forward, one backward, and with gradients the
+same bytes back.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class _StreamedLinear(torch.autograd.Function):
 def _pass_back(
     weight: WeightRows, hidden: torch.Tensor, grad_logits: torch.Tensor, need_hidden: bool, need_weight: bool
 ) -> torch.Tensor | None:
-    """Gradient of `hidden`, and in passing those of the rows of `weight`, each as it is needed."""
+    """Return the gradient of `hidden`, and write the gradients of the rows of `weight`, each if it is needed."""
     shape = hidden.shape if need_hidden else (0,)
     total = torch.empty(shape, dtype=torch.float32, device=hidden.device)
     for first, rows, gradient in pass_rows(weight, hidden.device, need_weight):
         part = grad_logits[:, first : first + rows.shape[0]]
-        # Expanded, as from logits.sum(): each of the two products would copy it.
+        # An expanded gradient, like from logits.sum(), is copied once here: each of the two products would copy it.
         part = part if part.stride(1) == 1 else part.contiguous()
         if total.numel():
             add_product_(total, part, rows, first == 0)
@@ -65,14 +65,14 @@ def _pass_back(
 
 @torch.compiler.disable
 def streamed_linear(hidden: torch.Tensor, weight: WeightRows, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear` over a streamed weight: hidden [..., h] -> logits [..., v].
+    """Do `torch.nn.functional.linear` with a streamed weight: hidden [..., h] -> logits [..., v].
 
-    hidden, `weight` [v, h] and bias [v] are bf16, fp16 or fp32, all of one dtype. The gradient of `weight` goes into
-    its buffers in each backward, those of hidden and bias where autograd takes them; products are summed in fp32, and
-    gradients rounded once. Forward passes the weight once, backward once where it or hidden needs a gradient.
+    hidden, `weight` [v, h] and bias [v] are bf16, fp16 or fp32, all of one dtype. Each backward writes the gradient of
+    `weight` into its buffers, and autograd gets the gradients of hidden and bias. Products are summed in fp32, and
+    gradients rounded once. Forward reads the weight once, and so does backward if weight or hidden needs a gradient.
 
-    Under torch.compile the graph breaks here. A second derivative is refused by SlideError, and so are rows that are
-    not those of `weight`; arguments that cannot be used raise SlideConfigError.
+    Under torch.compile the graph breaks here. Raises SlideError for a second derivative, and for chunks that are not
+    the rows of `weight` in order. Arguments that cannot be used raise SlideConfigError.
     """
     if not hidden.ndim or len(weight.shape) != 2 or hidden.shape[-1] != weight.shape[1]:
         raise SlideConfigError(

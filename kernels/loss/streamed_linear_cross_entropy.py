@@ -1,10 +1,11 @@
-"""Loss of a language model head that is too large for the GPU: its rows pass by, and neither it nor the logits exist.
+"""Loss of a language model head that is too large for the GPU, without the whole head or the whole logits.
 
-`linear_cross_entropy` takes chunks of tokens past the whole weight. Here chunks of the weight's rows pass all tokens:
-once forward, for the maximum and the sum of exponentials of each token, and once more backward, where the same products
-give the same logits and these their gradients: four products for its three, and for 151,936 x 2,048 in bf16 transfers
-of 0.62 GB, two in and one out. On the device are the logits of a chunk (CHUNK_BYTES of `linear_cross_entropy`), the
-sums of the gradients [n, h] and [c, h] in fp32, and 12 bytes for each token and segment of 4,096 words.
+`linear_cross_entropy` multiplies chunks of tokens with the whole weight. Here chunks of the weight's rows are
+multiplied with all tokens. The forward computes the maximum and the sum of exponentials of each token. The backward
+repeats the products, gets the same logits, and makes their gradients. That takes four products instead of three, and
+for 151,936 x 2,048 in bf16 transfers of 0.62 GB, two in and one out. The device holds the logits of a chunk
+(CHUNK_BYTES of `linear_cross_entropy`), the sums of the gradients [n, h] and [c, h] in fp32, and 12 bytes for each
+token and segment of 4,096 words.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NAME = "streamed_linear_cross_entropy"
 
 
 class _Options(NamedTuple):
-    """What the loss is besides its tensors."""
+    """The options of the loss besides its tensors."""
 
     division: int
     divisor: torch.Tensor | float
@@ -34,7 +35,7 @@ class _Options(NamedTuple):
 
 
 class _Logits:
-    """The logits of one chunk after the other, in one buffer and as many blocks of tokens as it takes."""
+    """The logits of one chunk after the other, in one buffer, cut into blocks of tokens."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
@@ -42,14 +43,14 @@ class _Logits:
         self.buffer = hidden.new_empty(0)
 
     def blocks(self, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(first token, hidden [b, h], logits [b, c]) of rows [c, h]: the logits may be written over."""
+        """Yield (first token, hidden [b, h], logits [b, c]) for rows [c, h]. The logits may be overwritten."""
         tokens, words = self.hidden.shape[0], rows.shape[0]
         padded = triton.cdiv(words, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         if tokens and padded > self.padded:
             self.step, self.padded = chunk_rows(tokens, padded, rows.element_size()), padded
-            self.buffer = rows.new_empty(0)  # before the larger one is there
+            self.buffer = rows.new_empty(0)  # freed before the larger one is made
             self.buffer = rows.new_empty(self.step * padded)
-        # A last chunk, which is shorter, takes the same blocks: with more tokens to a block it could need more memory.
+        # The shorter last chunk has the same blocks: with more tokens in a block it could need more memory.
         for start in range(0, tokens, self.step or 1):
             part = self.hidden[start : start + self.step]
             logits = self.buffer[: part.shape[0] * padded].view(part.shape[0], padded)[:, :words]
@@ -58,7 +59,8 @@ class _Logits:
 
 
 class _Gradients:
-    """Sums in fp32 for what is needed of hidden [n, h], a chunk of rows [c, h] and the bias [v], rounded at the end."""
+    """fp32 sums for the needed gradients of hidden [n, h], a chunk of rows [c, h] and the bias [v], rounded at the
+    end."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class _Gradients:
         self.dtype, self.grad_loss, self.scales = hidden.dtype, grad_loss, scales
 
     def rows_sum(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Where the gradient of a chunk is summed: in its own buffer if that is fp32."""
+        """Return the buffer for the sum of a chunk's gradient: its own buffer if that is fp32."""
         if gradient.dtype == torch.float32:
             return gradient
         if self.rows.numel() < gradient.numel():
@@ -98,11 +100,11 @@ class _Gradients:
 def _forward(
     hidden: torch.Tensor, weight: WeightRows, labels: torch.Tensor, bias: torch.Tensor | None, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> loss, row_factors [n, 2] and scales [3], all fp32."""
+    """Return loss, row_factors [n, 2] and scales [3], all fp32."""
     tokens, device = hidden.shape[0], hidden.device
     scales = torch.empty(3, dtype=torch.float32, device=device)
     if not tokens:
-        # The weight passes all the same: ranks that gather it together would wait for this one.
+        # The weight is read all the same: ranks that gather it together would wait for this one.
         for _ in pass_rows(weight, device):
             pass
         loss = torch.full((), float("nan") if options.division == MEAN else 0.0, device=device)
@@ -126,7 +128,7 @@ def _backward(
     row_factors: torch.Tensor,
     cross_entropy: CrossEntropyColumns,
 ) -> None:
-    """Add up the gradients, and write those of the weight into its buffers."""
+    """Add up the gradients, and write the weight's gradient into its buffers."""
     logits = _Logits(hidden)
     for first, rows, gradient in pass_rows(weight, hidden.device, need_weight):
         total = None if gradient is None else sums.rows_sum(gradient)
@@ -182,19 +184,19 @@ def streamed_linear_cross_entropy(
     reduction: str = "mean",
     num_items: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of `hidden @ weight.T + bias` against `labels`, fp32, 0-d; neither the weight nor the logits ever
-    exist as a whole.
+    """Return the cross-entropy of `hidden @ weight.T + bias` against `labels`, fp32, 0-d. Neither the weight nor the
+    logits ever exist as a whole.
 
-    hidden [n, h], `weight` [v, h] and bias [v] are bf16, fp16 or fp32, all of one dtype; labels [n] are int64. The
-    options are those of `linear_cross_entropy`, and so are the results, but for the order of sums: gradients are summed
-    in fp32 and rounded once.
+    hidden [n, h], `weight` [v, h] and bias [v] are bf16, fp16 or fp32, all of one dtype. labels [n] are int64. Options
+    and results are the same as in `linear_cross_entropy`, except for the order of sums. Gradients are summed in fp32
+    and rounded once.
 
-    Forward passes the weight once. Backward passes it once more if any input needs a gradient; that of `weight` goes
-    into its buffers, all of them in each backward, even where no label counts or n = 0. Nothing here waits for the
-    device to look at a value.
+    Forward reads the weight once. Backward reads it once more if any input needs a gradient. Each backward writes the
+    gradient of `weight` into all of its buffers, even where no label counts or n = 0. This function never waits for the
+    device.
 
-    Under torch.compile the graph breaks here. A second derivative is refused by SlideError, and so are rows that are
-    not those of `weight`; arguments that cannot be used raise SlideConfigError.
+    Under torch.compile the graph breaks here. Raises SlideError for a second derivative, and for chunks that are not
+    the rows of `weight` in order. Arguments that cannot be used raise SlideConfigError.
     """
     check_loss(NAME, hidden, weight, labels, bias)
     check_options(NAME, reduction, label_smoothing, softcap)

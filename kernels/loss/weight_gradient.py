@@ -1,4 +1,4 @@
-"""Sum of products of matrices in fp32: the gradient of the weight, chunk of rows by chunk of rows."""
+"""Sum of products of matrices in fp32: the gradient of the weight, in chunks of rows."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from ds_slide.kernels.loss.products import add_product_
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The data type of the sum for a weight of `dtype`.
+    """Return the data type of the sum for a weight of `dtype`.
 
-    fp16 stays fp32 until the incoming gradient is known: a sum over rows can pass 65,504 before it is divided.
+    For fp16 the sum stays fp32 until the incoming gradient is known: it can pass 65,504 before it is divided.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 @triton.jit
 def _round_kernel(sums, others, result, WIDTH: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of `result` [h] from its sums: `sums` [LEFT], which lie in the memory of that very row, and `others`."""
+    """Round a row of `result` [h] from its sums: `sums` [LEFT], which lie in the memory of the same row, and
+    `others`."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     left = tl.load(sums + row * (WIDTH // 2) + lanes, mask=lanes < LEFT)
     right = tl.load(others + row * (WIDTH - LEFT) + lanes, mask=lanes < WIDTH - LEFT)
-    # Its warps hold different parts of the row: none may write before all have read.
+    # The warps hold different parts of the row, so none may write before all have read.
     tl.debug_barrier()
     tl.store(result + row * WIDTH + lanes, left.to(result.dtype.element_ty), mask=lanes < LEFT)
     tl.store(result + row * WIDTH + LEFT + lanes, right.to(result.dtype.element_ty), mask=lanes < WIDTH - LEFT)
@@ -33,10 +34,10 @@ def _round_kernel(sums, others, result, WIDTH: tl.constexpr, LEFT: tl.constexpr,
 class WeightGradient:
     """Sum of products in fp32 that ends as one matrix [v, h] of `dtype`.
 
-    For bf16 the left half of the columns is summed in the very memory of the result: half a row in fp32 takes the bytes
-    of a whole one in bf16. So beside the result there is one more of its size and not two: 0.62 GB for 151,936 x 2,048.
-    Halves of the rows would do so, too, but their products take 2 % longer there, 8 % for 128,256 x 4,096, and rounding
-    them needs memory of its own.
+    For bf16 the left half of the columns is summed in the memory of the result: half a row in fp32 takes the bytes of a
+    whole row in bf16. So the sum takes one matrix of the result's size beside it, not two: 0.62 GB for
+    151,936 x 2,048. Halves of the rows would save the same, but their products take 2 % longer there, 8 % for
+    128,256 x 4,096, and rounding them needs its own memory.
     """
 
     def __init__(self, weight: torch.Tensor, chunks: int) -> None:
@@ -67,7 +68,7 @@ class WeightGradient:
         self.first = False
 
     def finish(self) -> torch.Tensor:
-        """The sum, rounded once."""
+        """Return the sum, rounded once."""
         if not self.in_place:
             self._round()
         self.parts = []

@@ -1,6 +1,6 @@
-"""A weight whose rows come in chunks, and what the functions over one share: a checked pass, and its place in a graph.
+"""A weight with rows that come in chunks, and shared code of its functions: a checked pass, and its place in a graph.
 
-Nothing here needs Triton: what describes a head must load where no kernel does.
+This file does not need Triton: descriptions of a head must load where kernels cannot.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ds_slide.errors import SlideError
 class WeightRows(Protocol):
     """A weight [v, h] that comes in chunks of rows, in order and without gaps.
 
-    The tensors of a chunk are the reader's until it asks for the next one; what it does with them it submits to the
-    current stream before. Chunks are of one size, but for the last.
+    The tensors of a chunk belong to the reader until it asks for the next one. It submits its work on them to the
+    current stream before that. All chunks but the last have one size.
     """
 
     @property
@@ -32,19 +32,20 @@ class WeightRows(Protocol):
     def requires_grad(self) -> bool: ...
 
     def rows(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, chunk [c, h]), contiguous, on the device of the computation and ready on the current stream."""
+        """Yield (first row, chunk [c, h]). Chunks are contiguous, on the computing device, and ready on the current
+        stream."""
 
     def rows_and_gradients(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """The same with a buffer [c, h] of `dtype`, content undefined, for the gradient of these rows.
+        """Yield the same with a buffer [c, h] of `dtype`, content undefined, for the gradient of these rows.
 
-        It is called, in backward only, where the weight required a gradient in forward.
+        Called only in backward, where the weight required a gradient in forward.
         """
 
 
 def pass_rows(
     weight: WeightRows, device: torch.device, with_gradients: bool = False
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """One pass over `weight`: (first row, chunk, buffer for its gradient or None).
+    """Yield (first row, chunk, buffer for its gradient or None) in one pass over `weight`.
 
     Raises SlideError where the chunks are not the rows in order, on `device`: a loss over other rows would look like a
     loss.
@@ -75,16 +76,16 @@ def pass_rows(
 
 
 def anchor(weight: WeightRows, device: torch.device) -> torch.Tensor | None:
-    """What makes a result require gradients for the sake of `weight`, which is no tensor: an empty one, if needed."""
+    """Return an empty tensor that makes a result require gradients if `weight`, which is no tensor, needs them."""
     if weight.requires_grad and torch.is_grad_enabled():
         return torch.empty(0, device=device).requires_grad_()
     return None
 
 
 def weight_is_wanted(ctx, bias: torch.Tensor | None, anchor: torch.Tensor | None) -> bool:
-    """Whether this backward pass of a function of hidden, bias, anchor, ... is to make the gradient of the weight.
+    """Whether this backward pass of a function of hidden, bias, anchor, ... makes the gradient of the weight.
 
-    Not when it was asked for other inputs alone (torch.autograd.grad, backward(inputs=...)): a plain weight gets no
+    It does not where only other inputs were asked (torch.autograd.grad, backward(inputs=...)): a plain weight gets no
     gradient from such a pass either.
     """
     if anchor is None:
@@ -94,7 +95,7 @@ def weight_is_wanted(ctx, bias: torch.Tensor | None, anchor: torch.Tensor | None
 
 
 class _Sealed(torch.autograd.Function):
-    """A gradient that depends on `sources`, and says so instead of passing for a constant."""
+    """A gradient that depends on `sources`, and raises an error instead of passing for a constant."""
 
     @staticmethod
     def forward(ctx, function, gradient, *_sources):
@@ -107,7 +108,7 @@ class _Sealed(torch.autograd.Function):
 
 
 def seal(function: str, gradient: torch.Tensor | None, *sources: torch.Tensor | None) -> torch.Tensor | None:
-    """`gradient`, which with create_graph refuses to be differentiated; for use at the end of a backward."""
+    """Return `gradient`, which with create_graph refuses to be differentiated. For the end of a backward."""
     if gradient is None or not torch.is_grad_enabled():
         return gradient
     return _Sealed.apply(function, gradient, *sources)

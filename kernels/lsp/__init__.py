@@ -1,1 +1,1 @@
-"""Products with sparse projectors: compressing a gradient, applying the update that comes back, what is lost by it."""
+"""Products with sparse projectors: they compress a gradient, apply the update that comes back, and measure the loss."""

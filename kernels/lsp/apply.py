@@ -1,9 +1,9 @@
-"""The update of a weight by PDQᵀ, and what a gradient loses by compression: tiles of PE with E = DQᵀ, never stored.
+"""The update of a weight by PDQᵀ, and the loss of a gradient by compression: tiles of PE with E = DQᵀ, never stored.
 
-Bytes an element of a split master: 4 read, 4 written, and 4 * r read of E, which come out of the L2 cache: programs of
-the same columns run side by side, and d1 times the width of a tile is all that they read of E. By count, of the seven
-matrices of a Qwen2.5-1.5B block, d = min(m, n) / 2, r = 4: 386 MB with D are the bound (80 us at 4.8 TB/s), 48 to 96 MB
-more go through memory for E, 749 MB come out of L2. Of 3B: 638 MB (133 us), 81 to 161 and 1233.
+Bytes of an element of a split master: 4 read, 4 written, and 4 * r read from E in the L2 cache. Programs of the same
+columns run side by side, and together read only d1 times the width of a tile of E. Counted for the seven matrices of a
+Qwen2.5-1.5B block, d = min(m, n) / 2, r = 4: 386 MB with D are the bound (80 us at 4.8 TB/s), 48 to 96 MB more go
+through memory for E, 749 MB come from L2. For 3B: 638 MB (133 us), 81 to 161 and 1233.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_slide.kernels.offload.square_sum import combine
 
 @triton.jit
 def _tile(program, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows, columns, their mask, and the places of the elements of a program in a matrix [m, n]."""
+    """Return rows, columns, their mask, and the places of a program's elements in a matrix [m, n]."""
     blocks = tl.cdiv(m, ROWS)
     rows = (program % blocks) * ROWS + tl.arange(0, ROWS)
     columns = (program // blocks) * COLUMNS + tl.arange(0, COLUMNS)
@@ -31,7 +31,7 @@ def _tile(program, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _random_halves(places, low_key, high_key):
-    """The upper 16 of the random bits of element number `places` (csrc/update/rounding.hpp)."""
+    """Return the upper 16 of the random bits of elements number `places` (csrc/update/rounding.hpp)."""
     x = places.to(tl.uint32) + low_key.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) + high_key.to(tl.uint32)
@@ -58,7 +58,7 @@ def apply_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """W [m, n] = decay * W + scale * PE: a tile of ROWS x COLUMNS. The keys are for a weight that is rounded."""
+    """Do a tile of ROWS x COLUMNS of W [m, n] = decay * W + scale * PE. The keys are for a weight that is rounded."""
     rows, columns, mask, places = _tile(program, m, n, ROWS, COLUMNS)
     update = expanded_tile(indices, values, expanded, rows, columns, m, n, R)
     if SPLIT:
@@ -121,7 +121,7 @@ def _apply_kernel(
 def _residual_kernel(
     gradient, expanded, indices, values, partial, m, n, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """partial [2, programs] fp64: square sums of PE - G and of G."""
+    """Write partial [2, programs] fp64: square sums of PE - G and of G."""
     rows, columns, mask, places = _tile(tl.program_id(0), m, n, ROWS, COLUMNS)
     returned = expanded_tile(indices, values, expanded, rows, columns, m, n, R).to(tl.float64)
     whole = tl.load(gradient + places, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
@@ -145,7 +145,7 @@ def apply_(
     scale: float,
     keys: tuple[int, int] | None,
 ) -> None:
-    """`ds_slide.compression.lsp.projection.decompress_apply` of checked arguments."""
+    """Do `ds_slide.compression.lsp.projection.decompress_apply` with checked arguments."""
     bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
     _apply_kernel[(_programs(weight),)](
         bits,
@@ -167,13 +167,12 @@ def apply_(
 
 
 def signed(key: int) -> int:
-    """The int32 with the bits of a key of 32: launches specialize on the type of a number, which follows from its
-    range."""
+    """Return the int32 with the bits of a 32-bit key: launches specialize on a number's type, which its range sets."""
     return key - (1 << 32) if key >> 31 else key
 
 
 def residual_square_sums(gradient: torch.Tensor, compressed: torch.Tensor, left: Sparse, right: Sparse) -> torch.Tensor:
-    """`ds_slide.compression.lsp.projection.residual_square_sums` of checked arguments; `compressed` is PᵀGQ."""
+    """Do `ds_slide.compression.lsp.projection.residual_square_sums` with checked arguments. `compressed` is PᵀGQ."""
     programs = _programs(gradient)
     partial = torch.empty(2, programs, dtype=torch.float64, device=gradient.device)
     sums = torch.empty(2, dtype=torch.float64, device=gradient.device)

@@ -1,4 +1,4 @@
-"""What the launches over a group of matrices read: projectors in stacks, and a program's own matrix of the table."""
+"""Inputs of the launches over a group of matrices: projectors in stacks, and a program's own matrix of the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROWS, _COLUMNS, _D = (_NUMBERS[name] for name in ("rows", "columns", "d"))
 
 
 class Stack(Protocol):
-    """Projectors of the same r, one behind the other in flat tensors: those of `Sparse`."""
+    """The tensors of `Sparse` for projectors of the same r, one behind the other in flat tensors."""
 
     @property
     def indices(self) -> torch.Tensor: ...
@@ -51,7 +51,7 @@ class Group(Protocol):
 
 @triton.jit
 def member(firsts, WIDTH: tl.constexpr):
-    """The number of the matrix that this program works on, and that of the program among those of this matrix."""
+    """Return the number of this program's matrix, and the program's number within that matrix."""
     program = tl.program_id(0)
     index = 0
     for later in tl.static_range(1, WIDTH):
@@ -66,7 +66,7 @@ def field(fields, index, NUMBER: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def sides(fields, index, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows, columns and d of a matrix, the last two as multiples of UNIT that the compiler sees."""
+    """Return rows, columns and d of a matrix. The compiler sees the last two as multiples of UNIT."""
     rows = field(fields, index, _ROWS, WIDTH)
     columns = field(fields, index, _COLUMNS, WIDTH) * UNIT
     return rows, columns, field(fields, index, _D, WIDTH) * UNIT
@@ -74,11 +74,11 @@ def sides(fields, index, UNIT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def place(fields, index, NUMBER: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a field in units of ALIGNMENT: the offset, as a multiple of it that the compiler sees."""
+    """Return the offset of a field in units of ALIGNMENT. The compiler sees it as a multiple."""
     return field(fields, index, NUMBER, WIDTH).to(tl.int64) * ALIGNMENT
 
 
 @triton.jit
 def entries_before(fields, index, NUMBER: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):
-    """Non-zeros of a stack before those of a matrix; NUMBER: of ROWS_BEFORE or COLUMNS_BEFORE."""
+    """Return the non-zeros of a stack before a matrix. NUMBER: the field of ROWS_BEFORE or COLUMNS_BEFORE."""
     return field(fields, index, NUMBER, WIDTH).to(tl.int64) * R

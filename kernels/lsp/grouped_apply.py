@@ -1,6 +1,6 @@
 """The changes of a group of matrices, applied to their weights in three launches: Dᵀ, E = DQᵀ, and W = decay * W + PE.
 
-The bits are those of `ds_slide.kernels.lsp.apply`, matrix by matrix.
+Each matrix gets the bits of `ds_slide.kernels.lsp.apply`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ds_slide.kernels.lsp.table import COLUMNS, ELEMENTS, LISTS, ROWS, SIDE, WID
 
 @triton.jit
 def _transpose_kernel(change, transposed, firsts, fields, UNIT: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr):
-    """Dᵀ [d, d] of each matrix: rows of it are what the next launch gathers."""
+    """Write Dᵀ [d, d] of each matrix. The next launch gathers its rows."""
     index, program = member(firsts, WIDTH)
     _, _, d = sides(fields, index, UNIT, WIDTH)
     start = place(fields, index, START, WIDTH)
@@ -60,7 +60,7 @@ def _expand_kernel(
     LISTS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """E = DQᵀ [d, columns] of each matrix, at its place of `products`."""
+    """Write E = DQᵀ [d, columns] of each matrix at its place of `products`."""
     index, program = member(firsts, WIDTH)
     _, lists, d = sides(fields, index, UNIT, WIDTH)
     before = entries_before(fields, index, COLUMNS_BEFORE, R, WIDTH)
@@ -80,7 +80,7 @@ def _expand_kernel(
 
 @triton.jit
 def _keys(low, high, upper_half):
-    """`ds_slide.optim.rounding.keys` of the step's key, in halves, and a matrix."""
+    """Return `ds_slide.optim.rounding.keys` for the step's key, given in halves, and a matrix."""
     z = (high.to(tl.uint32).to(tl.uint64) << 32) + low.to(tl.uint32).to(tl.uint64) + upper_half.to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -145,12 +145,12 @@ def apply_(
     transposed: torch.Tensor,
     products: torch.Tensor,
 ) -> None:
-    """W = decay * W + PDQᵀ of each matrix of a group, in place, without waiting; nothing is allocated.
+    """Do W = decay * W + PDQᵀ for each matrix of a group, in place, without waiting and without allocations.
 
-    weight: flat, in slot layout: bf16 with `remainder`, its low 16 bits (int16), or fp32, or bf16 with `step_key`
-    (`ds_slide.optim.rounding`), by which it is rounded stochastically. change: flat, fp32, every D [d, d] at its start.
-    decays: one for each matrix, numbers that fp32 holds. transposed (as large as `change`) and products (of the numbers
-    that the table's members have): fp32, workspace.
+    weight: flat, in slot layout: bf16 with `remainder`, its low 16 bits (int16), or fp32, or bf16 with stochastic
+    rounding by `step_key` (`ds_slide.optim.rounding`). change: flat, fp32, every D [d, d] at its start. decays: one for
+    each matrix, exact in fp32. transposed (as large as `change`) and products (with the sizes of the table's members):
+    fp32, workspace.
     """
     table, left, right = group.table, group.left, group.right
     bits = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight

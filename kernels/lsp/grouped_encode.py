@@ -1,7 +1,7 @@
 """The gradients of a group of matrices, compressed in four launches: their square sums in two, GᵀP, and PᵀGQ.
 
-One matrix at a time a block's seven take about 60, for which host and GPU wait. The bits are those of `gather_sum` and
-of `ds_slide.kernels.offload.square_sum`, matrix by matrix.
+One matrix at a time, a block's seven take about 60 launches, and host and GPU wait for them. Each matrix gets the bits
+of `gather_sum` and of `ds_slide.kernels.offload.square_sum`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _squares_kernel(
     SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """partial [programs] fp64: square sums of the segments of the gradients that are `given`."""
+    """Write partial [programs] fp64: square sums of the segments of the gradients that are `given`."""
     index, program = member(firsts, WIDTH)
     rows, columns, _ = sides(fields, index, UNIT, WIDTH)
     numel = rows.to(tl.int64) * columns
@@ -85,13 +85,13 @@ def _total_kernel(
     SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """total [] fp64: the square sums of the first `count` gradients in their order, behind what is there with ADD."""
+    """Write the sum of the square sums of the first `count` gradients to total [] fp64. With ADD add to its value."""
     summed = tl.load(total) if ADD else tl.full((), 0.0, dtype=tl.float64)
     index = 0
     while index < count:
         rows, columns, _ = sides(fields, index, UNIT, WIDTH)
         segments = tl.cdiv(rows.to(tl.int64) * columns, SEGMENT).to(tl.int32)
-        first = tl.load(firsts + index) // PARTIALS * PARTIALS  # what it is; the compiler sees it so
+        first = tl.load(firsts + index) // PARTIALS * PARTIALS  # unchanged; the compiler sees a multiple
         summed += combined(partial + first, tl.where(_is_given(given, index), segments, 0), BLOCK)
         index += 1
     tl.store(total, summed)
@@ -114,7 +114,7 @@ def _left_kernel(
     ELEMENTS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """GᵀP [columns, d] of each gradient that is `given`, at its place of `products`."""
+    """Write GᵀP [columns, d] of each gradient that is `given` at its place of `products`."""
     index, program = member(firsts, WIDTH)
     _, width, d = sides(fields, index, UNIT, WIDTH)
     columns, elements = product_tile(program, d, LISTS, ELEMENTS)
@@ -155,7 +155,7 @@ def _right_kernel(
     ELEMENTS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """S = PᵀGQ [d, d] of each gradient, rounded to DTYPE, added to its place of `encoded` or to zero there."""
+    """Round S = PᵀGQ [d, d] of each gradient to DTYPE, and add it to its place of `encoded` or to zero there."""
     index, program = member(firsts, WIDTH)
     _, _, d = sides(fields, index, UNIT, WIDTH)
     columns, elements = product_tile(program, d, LISTS, ELEMENTS)
@@ -199,14 +199,14 @@ def encode_(
     accumulate: bool,
     adds: bool,
 ) -> None:
-    """Compress the gradients of a group into their places of `encoded`, and write their square sum to `total`, in
-    place, without waiting; nothing is allocated.
+    """Compress the gradients of a group into their places of `encoded`, and write their square sum to `total`. It does
+    not wait and does not allocate.
 
-    gradients: one for each matrix of the group, in its shape, bf16, fp16 or fp32, contiguous; None where there is none.
-    encoded: flat, bf16, fp16 or fp32. Each PᵀGQ is rounded to `dtype`, and then written, with zeros behind it and where
-        there is no gradient, or with `accumulate` added in fp32 and rounded to the data type of `encoded`.
+    gradients: one for each matrix of the group, in its shape, bf16, fp16 or fp32, contiguous, or None.
+    encoded: flat, bf16, fp16 or fp32. Each PᵀGQ is rounded to `dtype`. Then it is written, with zeros behind it and for
+        a missing gradient. With `accumulate` it is added in fp32 and rounded to the data type of `encoded`.
     workspace: bytes, for the partial square sums (fp64) and products (fp32) of the table's members.
-    total: [] fp64; with `adds` the square sum is added to it.
+    total: [] fp64. With `adds` the square sum is added to it.
     """
     table, left, right = group.table, group.left, group.right
     end = torch.float64.itemsize * table.squares.programs
@@ -267,8 +267,8 @@ def encode_(
 
 
 def _of_dtype(gradients: Sequence[torch.Tensor | None], dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], int]:
-    """The gradients of one data type for a launch, WIDTH tensors, of which others are not read; and a bit for each that
-    is."""
+    """Return WIDTH tensors for a launch over the gradients of one data type, and a bit for each one to read. The other
+    tensors are not read."""
     own = [each if each is not None and each.dtype == dtype else None for each in gradients]
     unread = next(each for each in own if each is not None)
     pointers = [unread if each is None else each for each in own]

@@ -1,7 +1,7 @@
-"""The slope of a fit where a projector has non-zeros: r elements of each row of a product, instead of all d.
+"""The slope of a fit at the non-zeros of a projector: r elements of each row of a product, instead of all d.
 
-A row of X and r rows of F give r sums: 4 * k * (r + 1) bytes, of which those of F [d, k] come out of the L2 cache.
-The whole product would take d / r times the operations, and memory for [rows, d].
+A row of X and r rows of F give r sums: 4 * k * (r + 1) bytes. The bytes of F [d, k] come from the L2 cache. The whole
+product would take d / r times the operations, and memory for [rows, d].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _sampled_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out [count, R] = (P own + X Fᵀ) at the non-zeros of P: `ds_slide.compression.lsp.projection.sampled`."""
+    """Write out [count, R] = (P own + X Fᵀ) at the non-zeros of P: `ds_slide.compression.lsp.projection.sampled`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     listed = rows < count
     for place in tl.static_range(R):
@@ -54,7 +54,7 @@ def _sampled_kernel(
 
 
 def sampled(projector: Sparse, own: torch.Tensor, matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`ds_slide.compression.lsp.projection.sampled` of tensors on a GPU."""
+    """Do `ds_slide.compression.lsp.projection.sampled` with tensors on a GPU."""
     rows, width = matrix.shape
     d = own.shape[1]
     out = torch.empty(rows, projector.r, dtype=torch.float32, device=matrix.device)

@@ -1,4 +1,4 @@
-"""What the kernels need of a projector (`ds_slide.compression.lsp.projector.Projector`), and a tile of its product."""
+"""The kernels' view of a projector (`ds_slide.compression.lsp.projector.Projector`), and a tile of its product."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ class Sparse(Protocol):
 
 @triton.jit
 def nothing(A: tl.constexpr, B: tl.constexpr):
-    """[A, B] of -0.0: the number that changes no other when it is added to it, not even -0.0.
+    """Return [A, B] of -0.0, which changes no number when it is added, not even -0.0.
 
-    By its bits, because Triton takes a constant that equals 0 for 0.0.
+    It is made from its bits, because Triton takes a constant that equals 0 for 0.0.
     """
     return tl.full((A, B), -0x80000000, dtype=tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def expanded_tile(indices, values, matrix, rows, columns, count, width, R: tl.constexpr):
-    """PX at `rows` [A] and `columns` [B], [A, B] fp32, of P [count, d] and X [d, width]: terms by ascending column."""
+    """Return PX at `rows` [A] and `columns` [B], [A, B] fp32, for P [count, d] and X [d, width]. Terms are added by
+    ascending column."""
     listed = rows < count
     mask = listed[:, None] & (columns < width)[None, :]
     total = nothing(rows.shape[0], columns.shape[0])

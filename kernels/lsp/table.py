@@ -1,4 +1,4 @@
-"""Where the matrices of a group are, for launches that work on all of them: what a program looks itself up in."""
+"""The table of a group's matrices, where each program of a launch over all of them finds its own matrix."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 from ds_slide.kernels.constants import ALIGNMENT, SEGMENT
 from ds_slide.kernels.launch import Compiled
 
-# Matrices of one launch at most; a block has 7. Shorter groups are filled up, and compile no other kernel.
+# The most matrices of one launch. A block has 7. Shorter groups are filled up, and compile no other kernel.
 WIDTH = 16
-# A tile of a product with a projector: 64 elements of a row of G are a cache line in bf16, 32 of a row of the result
-# are one in fp32.
+# A tile of a product with a projector: a cache line has 64 bf16 elements of a row of G, or 32 fp32 elements of a row of
+# the result.
 LISTS, ELEMENTS = 32, 64
 # A tile of a weight.
 ROWS, COLUMNS = 8, 256
 # A tile of a change that is transposed.
 SIDE = 32
-# Partial square sums of a matrix start at multiples of it, so that the loads of those that add them up are vectors.
+# Partial square sums of a matrix start at multiples of it, so that vector loads can read them.
 PARTIALS = 16
-# At most; what all widths of a group are multiples of is known to the compiler, and makes vectors of their rows.
+# The most for `Table.unit`. The compiler knows the unit and reads rows in vectors.
 MOST_UNIT = 16
 
 
 class Member(NamedTuple):
-    """A matrix of a group, [rows, columns]. `start`: of its d * d numbers in an encoded gradient or a change.
-    `slot_offset`: of its weights in slot layout. Both are multiples of ALIGNMENT. `upper_half`: of the numbers of its
-    elements (`ds_slide.optim.rounding`), below 2^31."""
+    """A matrix of a group, [rows, columns]. `start`: where its d * d numbers begin in an encoded gradient or a change.
+    `slot_offset`: where its weights begin in slot layout. Both are multiples of ALIGNMENT. `upper_half`: the upper half
+    of its elements' numbers (`ds_slide.optim.rounding`), below 2^31."""
 
     rows: int
     columns: int
@@ -52,7 +52,7 @@ class Member(NamedTuple):
 
 
 class Field(NamedTuple):
-    """What a program reads of its matrix, from a table with a row for each of these."""
+    """The numbers that a program reads of its matrix. The table has a row for each field."""
 
     rows: int
     columns: int
@@ -66,7 +66,7 @@ class Field(NamedTuple):
     rows_before: int
     """Rows of the left projectors before its own in their stack."""
     columns_before: int
-    """The same of the right ones."""
+    """Rows of the right projectors before its own in their stack."""
     starts_before: int
     """Starts of columns before its own, in both stacks."""
     upper_half: int
@@ -77,7 +77,7 @@ class Grid(NamedTuple):
 
     programs: int
     firsts: torch.Tensor
-    """[WIDTH] int32: the first program of each matrix; `programs` where there is none."""
+    """[WIDTH] int32: the first program of each matrix, `programs` for a missing matrix."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +85,9 @@ class Table:
     """The launches over one group of matrices."""
 
     count: int
-    """Matrices."""
+    """The number of matrices."""
     unit: int
-    """What their columns and d are multiples of."""
+    """A common divisor of all columns and d."""
     fields: torch.Tensor
     """[fields of `Field`, WIDTH] int32."""
     squares: Grid
@@ -97,11 +97,11 @@ class Table:
     expand: Grid
     apply: Grid
     compiled: Compiled = field(default_factory=dict)
-    """For launches over these matrices."""
+    """Compiled kernels of launches over these matrices."""
 
 
 def table_of(members: Sequence[Member], device: torch.device) -> Table:
-    """The table of at most WIDTH matrices, on `device`."""
+    """Make the table of at most WIDTH matrices, on `device`."""
     assert 0 < len(members) <= WIDTH
     unit = math.gcd(MOST_UNIT, *(side for each in members for side in (each.columns, each.d)))
 
@@ -155,7 +155,7 @@ def _rows(fields: Iterable[Field]) -> Iterator[list[int]]:
 
 
 def _starts(numbers: Iterable[int]) -> Iterator[int]:
-    """Where each begins when they are laid one behind the other, and where the last one ends."""
+    """Yield the starts of parts of these sizes that lie one behind the other, and the end of the last part."""
     return accumulate(numbers, initial=0)
 
 

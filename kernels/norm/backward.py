@@ -1,7 +1,7 @@
-"""Backward kernels of norms over rows that lie in registers, in tiles as in `rows`.
+"""Backward kernels of norms over rows in registers, in the tiles of `rows`.
 
-The weight's gradient is summed in fp32: a program walks a run of rows and keeps its sum in registers, and a small
-kernel adds the programs' sums. Launches depend on the shape alone, so the bits do not depend on the device's size.
+The weight's gradient is summed in fp32. A program walks a span of rows and keeps its sum in registers, and a small
+kernel adds the programs' sums. Launches depend only on the shape, so the bits do not depend on the device's size.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def backward_kernel(
     AHEAD: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """A program walks `walk` rows; with AHEAD the next ones are loaded while these are reduced.
+    """Walk `walk` rows in each program. With AHEAD the next rows are loaded while the present ones are reduced.
 
-    With HELD the weight stays in registers, without it is read from the cache for every row, twice.
+    With HELD the weight stays in registers. Without it the weight is read from the cache twice for every row.
     """
     column = tl.arange(0, WIDTH)[None, :]
     lane = tl.arange(0, TILE_ROWS)[:, None]
@@ -102,7 +102,7 @@ def backward_kernel(
                 bias_sum_next += (bias_sum[index] + scaled,)
             if weight_sums is not None:
                 rounded = normalised
-                if ROUND:  # what the weight was multiplied with
+                if ROUND:  # the forward multiplied the weight with rounded values
                     rounded = normalised.to(x.dtype.element_ty).to(tl.float32)
                 weight_sum_next += (weight_sum[index] + scaled * rounded,)
             if weight is not None:
@@ -117,7 +117,7 @@ def backward_kernel(
             weight_sum = weight_sum_next
         if bias_sums is not None:
             bias_sum = bias_sum_next
-        if mean is not None:  # one reduction of both: each takes barriers
+        if mean is not None:  # one reduction for both, because each reduction needs barriers
             inner_product, row_sum = tl.reduce((products, sums), 1, _add_pairs, keep_dims=True)
             row_sum *= row_rstd / COLUMNS
         else:
@@ -181,7 +181,7 @@ def sum_programs_kernel(
     SUM_ROWS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
 ):
-    """result = sum over programs of sums [programs, COLUMNS]; likewise more_result, by the grid's second axis."""
+    """Sum `sums` [programs, COLUMNS] over programs into result. The grid's second axis does more_result likewise."""
     if tl.program_id(1) == 0:
         _sum_programs(sums, result, programs, COLUMNS, SUM_ROWS, SUM_COLUMNS)
     elif more_sums is not None:

@@ -1,4 +1,4 @@
-"""Launches of the norms' kernels: what they may be given, how rows are cut into tiles, and what is allocated."""
+"""Launches of the norms' kernels: checks of inputs, tiles of rows, and allocations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ds_slide.kernels.norm.wide import wide_backward_kernel, wide_forward_kernel
 
 
 class Tiling(NamedTuple):
-    """How the kernels take a row of at most `longest` elements; what is fastest is a matter of registers.
+    """How the kernels cut a row of at most `longest` elements. The need for registers decides what is fastest.
 
-    `warps` warps hold tiles of `width` elements (a power of two), the last one part empty. With `ahead` a program loads
-    its next row while it reduces one; with `held` it keeps the weight in registers. `resident` programs fit on one
-    multiprocessor (only asked where each keeps a sum over its rows). A warp has 32 threads, and 64 on AMD, where a
-    program has 16 warps at most.
+    `warps` warps hold tiles of `width` elements (a power of two), the last one partly empty. With `ahead` a program
+    loads its next row while it reduces one. With `held` it keeps the weight in registers. `resident` programs fit on
+    one multiprocessor (used only where each keeps a sum over its rows). A warp has 32 threads, and 64 on AMD, where a
+    program has at most 16 warps.
     """
 
     longest: int
@@ -35,8 +35,8 @@ class Tiling(NamedTuple):
 # Short rows share a tile of this many elements: 128 threads hold 16 each, two loads of 16 bytes in bf16.
 TILE = 2048
 SHORT = Tiling(TILE, 4, TILE, ahead=True, held=True, resident=4)
-# For longer rows the first that fits. Forward: one row a program, and as few warps as hold it in 40 elements a thread
-# (48 to 96 registers): 4 to 10 rows are on a multiprocessor at once, which hides one another's reductions.
+# Longer rows take the first tiling that fits. Forward: one row in each program, with the fewest warps that hold it in
+# 40 elements of each thread (48 to 96 registers). 4 to 10 rows on a multiprocessor hide the reductions of each other.
 FORWARD = (
     Tiling(5120, 4, 1024, ahead=False, held=True, resident=5),
     Tiling(6144, 8, 2048, ahead=False, held=True, resident=2),
@@ -44,9 +44,9 @@ FORWARD = (
     Tiling(10240, 8, 2048, ahead=False, held=True, resident=2),
     Tiling(16384, 16, 4096, ahead=False, held=True, resident=1),
 )
-# LayerNorm reduces twice, and loses with 16 warps what RMSNorm gains (LOG.md).
+# LayerNorm reduces twice, and is slower with 16 warps, where RMSNorm is faster (LOG.md).
 FORWARD_CENTRED = (FORWARD[0], *FORWARD[3:])
-# Backward: two rows, the next two, the weight and one sum are held; 16 to 20 elements of each fit in 128 registers.
+# Backward holds two rows, the next two, the weight and one sum: 16 to 20 elements of each fit in 128 registers.
 BACKWARD = (
     Tiling(3072, 8, 1024, ahead=True, held=True, resident=3),
     Tiling(4096, 8, 2048, ahead=True, held=True, resident=2),
@@ -55,31 +55,32 @@ BACKWARD = (
     Tiling(8192, 16, 4096, ahead=True, held=True, resident=1),
     Tiling(16384, 16, 4096, ahead=False, held=False, resident=1),
 )
-# Of LayerNorm, with two sums: 4096 and 5120 in BACKWARD's way would take 170 registers.
+# LayerNorm has two sums: rows of 4096 and 5120 with BACKWARD's tilings would take 170 registers.
 BACKWARD_CENTRED = (
     Tiling(3072, 8, 1024, ahead=True, held=True, resident=2),
     Tiling(4096, 8, 2048, ahead=True, held=False, resident=2),
     Tiling(5120, 8, 1024, ahead=False, held=False, resident=2),
     *BACKWARD[3:],
 )
-# The longest row held in registers; longer ones are walked in blocks of WIDE_BLOCK.
+# The longest row in registers. Longer rows are walked in blocks of WIDE_BLOCK.
 LONGEST_ROW = 16384
 WIDE_BLOCK = 4096
 WIDE_SEGMENT = 64
-# Without a sum over rows: tiles a program walks if it loads ahead, weights being read once for all of them. Fewer where
-# less than SHORT_PROGRAMS programs (16 for each multiprocessor) would be left.
+# Tiles of a program that loads ahead and keeps no sum over rows. It reads the weights once for all of them. It has
+# fewer tiles where less than SHORT_PROGRAMS programs (16 for each multiprocessor) would be left.
 SHORT_WALK = 4
 SHORT_PROGRAMS = 2112
-# With one: all programs are resident at once, on the multiprocessors of an H200 (a constant: other numbers of programs
-# would add in another order). Each writes an fp32 row; with 16,384 rows of 2,048 that adds 2 % to the bytes.
+# With a sum over rows all programs are resident at once on the multiprocessors of an H200. The number is constant,
+# because others would add in another order. Each program writes an fp32 row: 2 % more bytes for 16,384 rows of 2,048.
 PROCESSORS = 132
-# The sum over programs waits once for memory where there are at most 512, not once for each 64; 8 columns, 32 bytes,
-# are the least that memory is read in.
+# The sum over at most 512 programs waits once for memory, not once for each 64. 8 columns, 32 bytes, are the smallest
+# read of memory.
 SUM_ROWS, SUM_COLUMNS = 512, 8
 
 
 def _dense_order(x: torch.Tensor) -> list[int] | None:
-    """Permutation of the leading dimensions that makes x contiguous, None when x is contiguous or none does."""
+    """Return a permutation of the leading dimensions that makes x contiguous. None if x is contiguous or there is
+    none."""
     if x.is_contiguous():
         return None
     order = sorted(range(x.dim() - 1), key=x.stride, reverse=True)
@@ -88,7 +89,8 @@ def _dense_order(x: torch.Tensor) -> list[int] | None:
 
 
 def empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised, of x's shape; in x's order of memory where x is dense with contiguous rows, else contiguous."""
+    """Return an uninitialised tensor of x's shape, in x's order of memory where x is dense with contiguous rows, else
+    contiguous."""
     order = _dense_order(x)
     if order is None:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -97,19 +99,19 @@ def empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def empty_row_numbers(x: torch.Tensor) -> torch.Tensor:
-    """Uninitialised fp32, one number for each row of x."""
+    """Return an uninitialised fp32 tensor with one number for each row of x."""
     return torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
 
 
 def empty_gradient(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Uninitialised gradient of `weight`, of no elements for None: an operator cannot return None."""
+    """Return an uninitialised gradient of `weight`, without elements for None: an operator cannot return None."""
     if weight is None:
         return torch.empty(0, device=x.device)
     return torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
 
 
 def _row_strides(x: torch.Tensor, order: list[int] | None) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """x permuted by `order` with the numbers that `_load_rows` takes; a copy of it where no such numbers exist."""
+    """Return x permuted by `order`, and the strides for `_load_rows`. Where no such strides exist, x is copied."""
     columns = x.shape[-1]
     if order is not None:
         x = x.permute(order)
@@ -129,7 +131,7 @@ def _row_strides(x: torch.Tensor, order: list[int] | None) -> tuple[torch.Tensor
 
 
 def _tiling(columns: int, table: tuple[Tiling, ...]) -> tuple[int, Tiling, dict[str, int]]:
-    """(rows of a tile, what was chosen, the kernel's constants)."""
+    """Return the rows of a tile, the chosen tiling, and the kernel's constants."""
     chosen = SHORT if columns <= TILE else next(tiling for tiling in table if columns <= tiling.longest)
     width = min(chosen.width, triton.next_power_of_2(columns))
     if TILE // 2 < columns <= TILE // 4 * 3:  # three tiles of 512, not one of 2048
@@ -156,7 +158,7 @@ def forward_rows(
     offset: float = 0.0,
     round_before_weight: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """(y of `dtype`, total or None, mean fp32 [rows] or None, rstd fp32 [rows]).
+    """Return y of `dtype`, total or None, mean fp32 [rows] or None, and rstd fp32 [rows].
 
     Rows are numbered in x's order of memory where x is dense, else in the order of its indices.
     """
@@ -211,7 +213,7 @@ def backward_rows(
     offset: float = 0.0,
     round_before_weight: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx as `empty_rows` lays it out, dweight, dbias); the last two are empty where there is none or none is asked."""
+    """Return dx in the layout of `empty_rows`, dweight and dbias. The last two are empty where they are not asked."""
     columns, rows = x.shape[-1], math.prod(x.shape[:-1])
     dx = empty_rows(x, x.dtype)
     gradients = [empty_gradient(x, given if weight_grad else None) for given in (weight, bias)]
@@ -271,7 +273,7 @@ def backward_rows(
 
 
 def check_rows(name: str, x: torch.Tensor, residual: torch.Tensor | None, *weights: torch.Tensor | None) -> None:
-    """Raise SlideError for what the kernels do not compute."""
+    """Raise SlideError for inputs that the kernels do not support."""
     if not x.dim():
         raise SlideError(f"{name} needs x with at least one dimension, [..., h], and was given a scalar.")
     if math.prod(x.shape[:-1]) >= 2**30:

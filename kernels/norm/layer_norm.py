@@ -1,7 +1,7 @@
-"""LayerNorm, alone or of the sum with a residual, over the row kernels that RMSNorm shares.
+"""LayerNorm, alone or of the sum with a residual, with the row kernels that RMSNorm shares.
 
-Bytes an element are those of `rms_norm`; mean and scale of each row are saved in fp32, and with a bias the backward
-pass keeps two sums in registers.
+It moves the bytes of `rms_norm`. Mean and scale of each row are saved in fp32, and with a bias the backward pass keeps
+two sums in registers.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ _add_layer_norm.register_autograd(_layer_norm_backward, _add_backward, _add_save
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32, rounded once to x's dtype.
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32, rounded once.
 
-    x [..., h], weight [h] or None and bias [h] or None are bf16, fp16 or fp32. y has x's order of memory where x is
-    dense; x is read where it lies if its rows are contiguous and lie at one or two strides, else it is copied first.
-    Raises SlideError for other dtypes or shapes; cannot be differentiated twice.
+    x [..., h], weight [h] or None and bias [h] or None are bf16, fp16 or fp32. y has x's dtype, and x's order of memory
+    where x is dense. x is read in place if its rows are contiguous with one or two strides, else it is copied first.
+    Raises SlideError for other dtypes or shapes. It cannot be differentiated twice.
     """
     check_rows("layer_norm", x, None, weight, bias)
     return _layer_norm(x, weight, bias, eps)[0]
@@ -114,10 +114,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, total): total = x + residual, rounded to their dtype, and y = layer_norm(total), in one pass.
+    """Return (y, total): total = x + residual, rounded to their dtype, and y = layer_norm(total), in one pass.
 
-    x and residual [..., h] have one shape and dtype; the rest is as in `layer_norm`. Both get the same gradient, one
-    tensor.
+    x and residual [..., h] have one shape and dtype. For the rest see `layer_norm`. Both get the same gradient tensor.
     """
     check_rows("add_layer_norm", x, residual, weight, bias)
     y, total, _, _ = _add_layer_norm(x, residual, weight, bias, eps)

@@ -1,6 +1,6 @@
 """RMSNorm, alone or of the sum with a residual.
 
-Bytes an element of 16 bits: forward 2 read, 2 written (with a residual 4 and 4); backward 4 read, 2 written (with a
+Bytes of an element of 16 bits: forward 2 read, 2 written (with a residual 4 and 4); backward 4 read, 2 written (with a
 residual 6 and 2). Only the fp32 scale of each row is saved beside the input.
 """
 
@@ -116,13 +116,13 @@ _add_rms_norm.register_autograd(_rms_norm_backward, _add_backward, _add_save)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, offset: float = 0.0, round_before_weight: bool
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, in fp32; one pass over x.
+    """Return x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, in fp32 and one pass over x.
 
     x [..., h] and weight [h] or None (no factor at all) are bf16, fp16 or fp32. With `round_before_weight` (Llama,
-    Qwen) the normalised x is rounded to x's dtype before the product, and y has the promoted dtype of x and weight;
-    without (Gemma, where offset is 1) only the product is rounded, to x's dtype. y has x's order of memory where x is
-    dense. x is read where it lies if its rows are contiguous and lie at one or two strides, else it is copied first.
-    Raises SlideError for other dtypes or shapes; cannot be differentiated twice.
+    Qwen) the normalised x is rounded to x's dtype before the product, and y has the promoted dtype of x and weight.
+    Without it (Gemma, where offset is 1) only the product is rounded, to x's dtype. y has x's order of memory where x
+    is dense. x is read in place if its rows are contiguous with one or two strides, else it is copied first. Raises
+    SlideError for other dtypes or shapes. It cannot be differentiated twice.
     """
     check_rows("rms_norm", x, None, weight)
     return _rms_norm(x, weight, eps, offset, round_before_weight)[0]
@@ -137,10 +137,9 @@ def add_rms_norm(
     offset: float = 0.0,
     round_before_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, total): total = x + residual, rounded to their dtype, and y = rms_norm(total), in one pass.
+    """Return (y, total): total = x + residual, rounded to their dtype, and y = rms_norm(total), in one pass.
 
-    x and residual [..., h] have one shape and dtype; the rest is as in `rms_norm`. Both get the same gradient, one
-    tensor.
+    x and residual [..., h] have one shape and dtype. For the rest see `rms_norm`. Both get the same gradient tensor.
     """
     check_rows("add_rms_norm", x, residual, weight)
     y, total, _ = _add_rms_norm(x, residual, weight, eps, offset, round_before_weight)

@@ -1,8 +1,8 @@
-"""Forward kernel of norms over rows that lie in registers, of RMSNorm and LayerNorm (it adds a mean and a bias) alike.
+"""Forward kernel of norms over rows in registers, for RMSNorm and for LayerNorm, which adds a mean and a bias.
 
-A row is cut into TILES register tiles of one size, a power of two, of which only the last is part empty: a row of 5,120
-in one tile would leave 3 lanes of 8 idle. The tiles are summed lane by lane first, so there is one reduction across the
-program whatever their number.
+A row is cut into TILES register tiles of one size, a power of two. Only the last tile is partly empty: a row of 5,120
+in one tile would leave 3 lanes of 8 idle. The tiles are summed lane by lane first, so any number of tiles needs only
+one reduction across the program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def present(inside, column, TILE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Mask of tile TILE; the columns are compared only where some are missing."""
+    """Return the mask of tile TILE. The columns are compared only where some are missing."""
     result = inside
     if (TILE + 1) * WIDTH > COLUMNS:
         result = inside & (TILE * WIDTH + column < COLUMNS)
@@ -22,7 +22,7 @@ def present(inside, column, TILE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def normalise(value, mean, rstd, column, TILE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """(value - mean) * rstd of tile TILE, zero where it has no columns; a mean of None is zero."""
+    """Return (value - mean) * rstd of tile TILE, zero where it has no columns. A mean of None is zero."""
     result = value.to(tl.float32)
     if mean is not None:
         result -= mean
@@ -31,8 +31,8 @@ def normalise(value, mean, rstd, column, TILE: tl.constexpr, COLUMNS: tl.constex
     return result * rstd
 
 
-# Backward: first to leave the nearest cache, where the weights shall stay, as every program reads those again. Forward
-# that hint cost 4 % at 4096 and 8192 columns (LOG.md).
+# The backward pass lets rows leave the nearest cache first, because every program reads the weights there again. In the
+# forward pass that hint cost 4 % at 4096 and 8192 columns (LOG.md).
 FORWARD_EVICTION = tl.constexpr("")
 BACKWARD_EVICTION = tl.constexpr("evict_first")
 
@@ -49,7 +49,7 @@ def load_rows(
     WIDTH: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """Tiles of `source` in its own dtype; row r starts at (r // s0) * s1 + (r % s0) * s2."""
+    """Load tiles of `source` in its own dtype. Row r starts at (r // s0) * s1 + (r % s0) * s2."""
     start = (row // strides[0]).to(tl.int64) * strides[1] + (row % strides[0]).to(tl.int64) * strides[2]
     tiles = ()
     for index in tl.static_range(TILES):
@@ -67,7 +67,7 @@ def load_weight_tile(weight, column, TILE: tl.constexpr, COLUMNS: tl.constexpr, 
 
 @triton.jit
 def load_weight(weight, column, COLUMNS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr):
-    """Tiles of `weight` in its own dtype, which takes half the registers of fp32 until they are used."""
+    """Load tiles of `weight` in its own dtype, which takes half the registers of fp32 until they are used."""
     tiles = ()
     for index in tl.static_range(TILES):
         tiles += (load_weight_tile(weight, column, index, COLUMNS, WIDTH),)
@@ -76,7 +76,7 @@ def load_weight(weight, column, COLUMNS: tl.constexpr, TILES: tl.constexpr, WIDT
 
 @triton.jit
 def with_offset(weight, offset):
-    """In fp32; an offset of None is zero and costs nothing."""
+    """Return weight + offset in fp32. An offset of None is zero and costs nothing."""
     result = weight.to(tl.float32)
     if offset is not None:
         result += offset
@@ -119,7 +119,7 @@ def _norm_tiles(
             sums += value[index].to(tl.float32)
         row_mean = tl.sum(sums, axis=1, keep_dims=True) / COLUMNS
         tl.store(mean + row, row_mean, mask=row < end)
-    # Of the centred values, not the squares' mean less the mean's square, which cancels where the mean is large.
+    # The sum uses centred values. The squares' mean less the mean's square would cancel where the mean is large.
     squares = tl.zeros(value[0].shape, dtype=tl.float32)
     for index in tl.static_range(TILES):
         centred = normalise(value[index], row_mean, 1.0, column, index, COLUMNS, WIDTH)
@@ -161,7 +161,7 @@ def forward_kernel(
     WIDTH: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Without AHEAD a program has TILE_ROWS rows; with it `walk` rows, the next ones loaded while these are reduced."""
+    """Do TILE_ROWS rows in each program. With AHEAD do `walk` rows, and load the next ones during a reduction."""
     column = tl.arange(0, WIDTH)[None, :]
     row = tl.program_id(0) * walk + tl.arange(0, TILE_ROWS)[:, None]
     end = tl.minimum(tl.program_id(0) * walk + walk, rows)
@@ -179,7 +179,7 @@ def forward_kernel(
         start = tl.program_id(0) * walk
         while start < end:  # the interpreter cannot take a range of a run-time number
             row = start + tl.arange(0, TILE_ROWS)[:, None]
-            # Asked for before this tile is reduced: the reduction's barriers would otherwise leave the memory idle.
+            # The load starts before this tile's reduction: otherwise the reduction's barriers leave the memory idle.
             ahead = row + TILE_ROWS
             value_ahead = load_rows(x, x_strides, ahead, end, column, COLUMNS, TILES, WIDTH, FORWARD_EVICTION)
             if residual is not None:

@@ -1,5 +1,5 @@
-"""Kernels of norms over rows too long for registers: a program walks the columns of one row, again for each reduction;
-what it reads again still lies in the cache. All tensors are contiguous here.
+"""Kernels of norms over rows too long for registers. A program walks the columns of one row again for each reduction,
+and finds them in the cache. All tensors are contiguous here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def wide_forward_kernel(
     tl.store(rstd + row, row_rstd)
     for start in range(0, COLUMNS, BLOCK):
         column = start + lane
-        # Added again, not read back from `total`: what other threads stored is not visible without a barrier.
+        # The sum is computed again, not read from `total`: stores of other threads are not visible without a barrier.
         result = (_load_wide(x, residual, first + column, column < COLUMNS) - row_mean) * row_rstd
         if weight is not None:
             if ROUND:

@@ -1,1 +1,1 @@
-"""What offloading adds: updates, gradients and norms on the GPU."""
+"""Kernels for offloading: updates, gradients and norms on the GPU."""

@@ -1,6 +1,6 @@
 """AdamW on the split states of a GPU-tier unit, in one pass, with the bits of the CPU kernel.
 
-Bytes a parameter (bf16): read 2 + 2 + 4 + 4 + 2, write 2 + 2 + 4 + 4 = 26. The arithmetic is that of
+Bytes of a parameter (bf16): read 2 + 2 + 4 + 4 + 2, write 2 + 2 + 4 + 4 = 26. For the arithmetic see
 `ds_slide.kernels.offload.split_master`.
 """
 
@@ -119,16 +119,17 @@ def adamw_split_(
     constants: Sequence[float],
     adam_w_mode: bool,
 ) -> None:
-    """One AdamW (or Adam with L2) step in place, without waiting, with the bits of `ds_slide.optim.reference`.
+    """Do one AdamW (or Adam with L2) step in place, without waiting, with the bits of `ds_slide.optim.reference`.
 
-    All tensors are flat [n], contiguous and on one device; n may be 0.
+    All tensors are flat [n], contiguous and on one device. n may be 0.
     weight: bf16, the upper buffer of the fp32 master, rounded half up. remainder: int16, its low 16 bits.
     exp_avg, exp_avg_sq: fp32.
     gradient: bf16, fp16 or fp32; only read.
-    constants: the ten numbers of this step, in the order of `AdamWConstants`: Python numbers, for reading one from the
-        GPU would wait for it. adam_w_mode: the decay is decoupled (AdamW), not a part of the gradient (Adam with L2).
+    constants: the ten numbers of this step, in the order of `AdamWConstants`. They are Python numbers, because reading
+        one from the GPU would wait. adam_w_mode: whether decay is decoupled (AdamW) or added to the gradient (Adam with
+        L2).
 
-    inf and nan in a gradient make its own element nan or inf and no other. Raises SlideError for another dtype, length,
+    inf and nan in a gradient make only their own element nan or inf. Raises SlideError for another dtype, length,
     device or strides, or a tensor that requires grad.
     """
     # The operator's dispatch costs the host more than the launch: see `pack_gradients`.

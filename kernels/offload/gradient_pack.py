@@ -1,9 +1,8 @@
-"""A block's gradients into one flat buffer: gathered, cast, added where asked, and their square sum in the same pass.
+"""Packing a block's gradients into one flat buffer: gather, cast, optionally add, and sum squares in the same pass.
 
-Bytes an element of 16-bit gradients: 2 read, 2 written, and 2 more read when accumulating. Copying first and summing
-afterwards would read the buffer once more. The square sum is also the check for inf and nan: it is finite exactly when
-every element of the buffer is. (Its terms are squares in fp64, at most 1.2e77 each for fp32, so it cannot overflow by
-itself.)
+Bytes of an element of 16-bit gradients: 2 read, 2 written, and 2 more read when accumulating. A copy followed by a sum
+would read the buffer once more. The square sum is also the check for inf and nan: it is finite exactly if every element
+of the buffer is finite. (Its terms are squares in fp64, at most 1.2e77 each for fp32, so it cannot overflow by itself.)
 """
 
 from __future__ import annotations
@@ -22,45 +21,47 @@ from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.kernels.launch import Compiled, aligned, launch
 from ds_slide.kernels.offload.square_sum import combine
 
-# Elements of one program: 256 threads hold 32 each, four vector loads of 16 bytes in flight per thread. The partial
-# sums lie at fixed places of the layout, one for every BLOCK, so neither the device nor the launch changes the value.
+# Elements of one program: 256 threads hold 32 each, with four vector loads of 16 bytes in flight per thread. Each BLOCK
+# has its partial sum at a fixed place of the layout, so neither the device nor the launch changes the value.
 BLOCK = 8192
 NUM_WARPS = 8
 CHUNK = 1024
-# Gradients of one launch. Blocks have 9 to 14; shorter launches are filled up, so that a unit whose number of
-# gradients changes from step to step (experts) never compiles another kernel.
+# Gradients of one launch. Blocks have 9 to 14. Shorter launches are filled up, so that a unit with a changing number of
+# gradients (experts) never compiles another kernel.
 WIDTH = 16
 _COMPILED: Compiled = {}
 
 
 @triton.jit
 def widened(value, dtype: tl.constexpr):
-    """`value` in fp32, to be added and rounded to `dtype`."""
+    """Return `value` in fp32, to be added and rounded to `dtype`."""
     if value.dtype == tl.bfloat16 and dtype == tl.float16:
-        # By its bits: LLVM would narrow the addition to fp16 (8 bits of mantissa fit 11), whose exponents are too few.
+        # The cast uses bits: LLVM would narrow the addition to fp16 (8 mantissa bits fit 11), which lacks exponents.
         return (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return value.to(tl.float32)
 
 
 @triton.jit
 def _pack_whole(source, buffer, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK elements that all come from the source: no masks, which would break the vector loads. -> square sum."""
+    """Pack BLOCK elements that all come from the source, and return their square sum. Masks would break the vector
+    loads."""
     lanes = tl.arange(0, BLOCK)
     value = tl.load(source + lanes)
     if ACCUMULATE:
         value = tl.load(buffer + lanes).to(tl.float32) + widened(value, buffer.dtype.element_ty)
     value = value.to(buffer.dtype.element_ty)
     tl.store(buffer + lanes, value)
-    # Exact: the square of a number of 24 bits or fewer fits the 53 of fp64.
+    # The square is exact: a number of at most 24 bits has a square that fits the 53 bits of fp64.
     wide = value.to(tl.float32).to(tl.float64)
     return tl.sum(wide * wide, axis=0)
 
 
 @triton.jit
 def _pack_rest(source, buffer, numel, extent, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """The end of a part: `numel` elements from the source, what is left of `extent` without one. -> square sum.
+    """Pack the end of a part: `numel` elements from the source, and the rest of `extent` without one. Return the square
+    sum.
 
-    In small steps: masks of 32 elements a thread would need so many registers that one program filled a multiprocessor.
+    The steps are small: with masks of 32 elements per thread the registers of one program would fill a multiprocessor.
     """
     squares = tl.zeros((CHUNK,), dtype=tl.float64)
     for step in range(0, BLOCK, CHUNK):
@@ -70,7 +71,7 @@ def _pack_rest(source, buffer, numel, extent, ACCUMULATE: tl.constexpr, BLOCK: t
         if ACCUMULATE:
             old = tl.load(buffer + lanes, mask=lanes < extent, other=0.0)
             total = old.to(tl.float32) + widened(value, buffer.dtype.element_ty)
-            # Chosen, not added as zero: -0.0 + 0.0 would be 0.0.
+            # tl.where chooses, because adding zero would turn -0.0 into 0.0.
             value = tl.where(given, total.to(buffer.dtype.element_ty), old)
         else:
             value = value.to(buffer.dtype.element_ty)
@@ -123,7 +124,7 @@ class _Launch(NamedTuple):
     programs: int
     partial: int
     table: tuple[int, ...]
-    """WIDTH numbers each, one for every source: first program, start in the buffer (in units of the alignment),
+    """Four rows of WIDTH numbers, one for every source: first program, start in the buffer (in units of the alignment),
     elements of the source, elements of its part of the buffer."""
 
 
@@ -181,7 +182,7 @@ def _layout(
 
 @lru_cache(maxsize=1024)
 def _on_device(table: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Copied once for every layout: a copy from pageable memory waits for the GPU."""
+    """Copy the table to the device, once for every layout: a copy from pageable memory waits for the GPU."""
     return torch.tensor(table, dtype=torch.int64, device=device)
 
 
@@ -231,7 +232,7 @@ def _launch(
         if not each.programs:
             continue
         part = flats[each.begin : each.end]
-        # What is None has no element that is read; any pointer of the dtype will do.
+        # No element of a None source is read, so any pointer of the dtype will do.
         unread = next((flat for flat in part if flat is not None), buffer)
         part += [unread] * (WIDTH - len(part))
         pointers = tuple(unread if flat is None else flat for flat in part)
@@ -270,25 +271,25 @@ def pack_gradients(
 ) -> None:
     """Write (or add) gradients into a buffer and its square sum into `square_sum`, in place, without waiting.
 
-    sources: tensors of any shape, bf16, fp16 or fp32, on the buffer's device; None for a gradient that does not exist.
-        One that is not contiguous is copied first.
-    buffer: flat [N], bf16, fp16 or fp32, contiguous. All of it is owned by the sources: number i has
-        [offsets[i], offsets[i + 1]), the last one to the end. What it does not fill (alignment, None) becomes zero;
-        when accumulating it stays as it is.
+    sources: tensors of any shape, bf16, fp16 or fp32, on the buffer's device, None for a missing gradient. A source
+        that is not contiguous is copied first.
+    buffer: flat [N], bf16, fp16 or fp32, contiguous. The sources share all of it: source i has
+        [offsets[i], offsets[i + 1]), the last one the rest. Elements that a source does not fill (alignment, None)
+        become zero. When accumulating they stay unchanged.
     offsets: ascending from 0. Multiples of 64 elements, and sources that start at multiples of 16 bytes, are fast.
-    square_sum: [] fp64: sum of the squares of all N elements that the buffer then holds, added up in fp64 in an order
-        that depends on the layout alone. inf and nan propagate, and nothing else makes it infinite.
+    square_sum: [] fp64: sum of the squares of all N elements that the buffer then holds, added in fp64 in an order that
+        depends only on the layout. It is infinite or nan only if an element is.
     accumulate: add in fp32 and round once to the buffer's dtype, instead of writing.
 
-    Up to 16 sources of one dtype are one launch; a second, tiny one combines the partial sums. The buffer is data: no
-    autograd graph goes through it, and one that requires grad is refused. Raises SlideError for that, and for sources,
-    offsets or buffers that do not belong together.
+    Up to 16 sources of one dtype are one launch. A second, tiny launch combines the partial sums. The buffer is data
+    without an autograd graph. Raises SlideError for a buffer that requires grad, and for sources, offsets or buffers
+    that do not belong together.
     """
     if square_sum.dim() or square_sum.dtype != torch.float64 or square_sum.device != buffer.device:
         raise SlideError(
             f"pack_gradients: square_sum must be a float64 scalar on {buffer.device}, but it is {square_sum.dtype} of "
             f"shape {list(square_sum.shape)} on {square_sum.device}."
         )
-    # The operator's dispatch costs the host more than all the rest: 295 us with it, 98 without, for 12 gradients.
+    # The operator's dispatch costs the host more than all other work: 295 us with it, 98 without, for 12 gradients.
     pack = _pack_gradients if torch.compiler.is_compiling() else _launch
     pack(sources, buffer, offsets, square_sum, accumulate)

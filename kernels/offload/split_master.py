@@ -1,8 +1,8 @@
-"""What the update kernels of all rules share: the fp32 master in its two buffers, zero for subnormals, the launches.
+"""Shared code of the update kernels of all rules: the fp32 master in two buffers, flushing to zero, and the launches.
 
-The arithmetic of an update is that of `ds_slide.optim.rounding`: every fp32 operation rounded separately (fusion into
-multiply-add is switched off at launch, division and square root are the rounded ones) and subnormal operands and
-results flushed to zero, as the CPU does.
+An update has the arithmetic of `ds_slide.optim.rounding`. Every fp32 operation is rounded separately: fusion into
+multiply-add is switched off at launch, and division and square root are the rounded ones. Subnormal operands and
+results are flushed to zero, like on the CPU.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ds_slide.errors import SlideError
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
 
 BLOCK = 1024
-# The compiler makes whole vectors of loads whose mask is a multiple of this many elements.
+# The compiler uses whole vectors for loads with a mask at a multiple of this many elements.
 VECTOR = 16
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
 def flush(value):
-    """`value`, or a zero of its sign when it is subnormal."""
+    """Return `value`, or a zero with its sign when it is subnormal."""
     return tl.where(tl.abs(value) < SMALLEST_NORMAL, value * 0.0, value)
 
 
 @triton.jit
 def load_master(high_buffer, low_buffer, offsets, mask):
-    """The fp32 weight of its buffers, both int16."""
+    """Load the fp32 weight from its two int16 buffers."""
     high = tl.load(high_buffer + offsets, mask=mask, other=0).to(tl.int32)
     low = tl.load(low_buffer + offsets, mask=mask, other=0).to(tl.int32)
     return flush(((high << 16) + low).to(tl.float32, bitcast=True))
@@ -38,7 +38,7 @@ def load_master(high_buffer, low_buffer, offsets, mask):
 
 @triton.jit
 def store_master(high_buffer, low_buffer, offsets, mask, weight):
-    """Rounded half up, never half to even: every fp32 number has buffers of its own (see `encode_split`)."""
+    """Store the weight rounded half up, never half to even: then each fp32 number has its own code (`encode_split`)."""
     bits = weight.to(tl.int32, bitcast=True)
     is_nan = weight != weight
     new_high = tl.where(is_nan, bits | 0x00400000, bits + 0x8000) >> 16
@@ -78,8 +78,8 @@ def check_buffers(
 
 
 def vector_parts(buffers: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    """`buffers` cut behind the last whole vector, for one launch each: a launch that masks by an odd length reads and
-    writes every element alone (136 us instead of 90 for 12 million on an H200)."""
+    """Cut `buffers` behind the last whole vector into parts for one launch each. A launch with a mask of odd length
+    reads and writes every element alone (136 us instead of 90 for 12 million on an H200)."""
     numel = buffers[0].numel()
     if whole := numel // VECTOR * VECTOR:
         yield buffers if whole == numel else [buffer[:whole] for buffer in buffers]
@@ -88,5 +88,5 @@ def vector_parts(buffers: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Ten
 
 
 def grid(numel: int) -> tuple[int]:
-    """Programs of a launch over `numel` elements."""
+    """Return the grid of a launch over `numel` elements."""
     return (triton.cdiv(numel, BLOCK),)

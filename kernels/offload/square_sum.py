@@ -1,7 +1,7 @@
 """Square sum of a flat tensor in fp64, in one pass, and the kernel that adds up partial sums in a fixed order.
 
-Bytes: one read of the input. torch would first write an fp64 copy (8 bytes an element for 2 read) because its
-reductions accumulate in the output type only for mixed pairs that exclude bf16 -> fp64.
+It reads the input once. torch would first write an fp64 copy (8 bytes of an element for 2 read). Its reductions
+accumulate in the output type only for mixed pairs, and bf16 -> fp64 is not among them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ds_slide.kernels.constants import SEGMENT
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.kernels.launch import Compiled, aligned, launch
 
-# One program reads SEGMENT elements in steps of BLOCK, so two steps, with all loads of one under way at once.
+# One program reads SEGMENT elements in two steps of BLOCK, with all loads of a step under way at once.
 BLOCK = 8192
 COMBINE_BLOCK = 4096
 NUM_WARPS = 8
@@ -24,13 +24,13 @@ _COMPILED: Compiled = {}
 
 @triton.jit
 def segment_square_sum(values, number, numel, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """The square sum of segment `number` of `values` [numel], fp64."""
+    """Return the square sum of segment `number` of `values` [numel], fp64."""
     segment = number.to(tl.int64) * SEGMENT
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for step in range(0, SEGMENT, BLOCK):
         offsets = segment + step + tl.arange(0, BLOCK)
         value = tl.load(values + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
-        # Exact: the square of a number of 24 bits or fewer fits the 53 of fp64.
+        # The square is exact: a number of at most 24 bits has a square that fits the 53 bits of fp64.
         wide = value.to(tl.float64)
         total += wide * wide
     return tl.sum(total, axis=0)
@@ -44,9 +44,9 @@ def _square_sum_kernel(values, partial, numel, SEGMENT: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def combined(partial, count, BLOCK: tl.constexpr):
-    """The sum of partial [count] fp64.
+    """Return the sum of partial [count] fp64.
 
-    torch's sum would split the work by the number of multiprocessors, and its last bits with it.
+    torch's sum would split the work by the number of multiprocessors, which changes its last bits.
     """
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     step = 0
@@ -59,12 +59,12 @@ def combined(partial, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def combine_kernel(partial, square_sum, count, BLOCK: tl.constexpr):
-    """square_sum [] fp64: the sum of partial [count] fp64, by one program."""
+    """Write the sum of partial [count] fp64 to square_sum [] fp64, by one program."""
     tl.store(square_sum, combined(partial, count, BLOCK))
 
 
 def combine(partial: torch.Tensor, total: torch.Tensor, count: int) -> None:
-    """total [] fp64 = the sum of partial [count] fp64, without waiting."""
+    """Write the sum of partial [count] fp64 to total [] fp64, without waiting."""
     launch(
         _COMPILED,
         combine_kernel,
@@ -118,13 +118,13 @@ def _(values: torch.Tensor) -> torch.Tensor:
 
 
 def square_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum of the squares of `values`, in fp64, without waiting: [] fp64 on its device; 0 when it is empty.
+    """Return the sum of the squares of `values`, [] fp64 on its device, without waiting. It is 0 for an empty tensor.
 
     values: flat [n], bf16, fp16 or fp32, contiguous.
 
-    inf and nan propagate, and nothing else makes the sum infinite. The order of the additions depends on n alone.
-    No autograd graph goes through it: outside of `torch.no_grad()` a tensor that requires grad is refused. Raises
-    SlideError for that, and for another shape, dtype or strides.
+    inf and nan propagate, and nothing else makes the sum infinite. The order of the additions depends only on n.
+    No autograd graph goes through it. Raises SlideError outside of `torch.no_grad()` for a tensor that requires grad,
+    and for another shape, dtype or strides.
     """
     # The operator's dispatch costs the host more than the two launches: see `pack_gradients`.
     return _square_sum(values) if torch.compiler.is_compiling() else _launch(values)

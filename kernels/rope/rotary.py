@@ -1,11 +1,11 @@
 """Rotary position embedding of queries and keys: one launch for both, one read and one write of each.
 
 Arithmetic: fp32 inside (fp64 for fp64 inputs) and one rounding to the dtype of q. transformers rounds three times in
-bf16 (each product, then their sum) and so differs from this by up to 1.5 units in the last place of the larger product;
-given fp32 cos and sin it returns fp32, this the dtype of q.
+bf16 (each product, then their sum). So it differs from this file by up to 1.5 units in the last place of the larger
+product. With fp32 cos and sin transformers returns fp32, and this file returns the dtype of q.
 
-The two halves of cos and sin are read separately, so that they may differ: rotation is then linear but not orthogonal,
-and the backward, which is the transposed map and needs only cos and sin, stays exact.
+The two halves of cos and sin are read separately, so they may differ. The rotation is then linear but not orthogonal.
+The backward is the transposed map, needs only cos and sin, and stays exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from ds_slide.errors import SlideError
 from ds_slide.kernels.operator import operator
 
-# Pairs (first half, second half) of one program: 16 a thread of four warps are four 16-byte bf16 loads in flight.
+# Pairs (first half, second half) of one program: 16 per thread of four warps are four 16-byte bf16 loads in flight.
 PAIRS = 2048
 PAIRS_A_WARP = 512
 # A tile of heads larger than this would spill.
@@ -39,7 +39,8 @@ def _load_heads(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
-    """First halves, second halves and rest of one tile of heads; `rows` [positions, 1, 1] are offsets of head 0."""
+    """Return pointers to first halves, second halves and rest of a tile of heads. `rows` [positions, 1, 1]: offsets of
+    head 0."""
     HALF: tl.constexpr = ROTARY // 2
     head = tile_index * TILE + tl.arange(0, TILE)[None, :, None]
     # int64: heads * positions * width of one sample may pass 2^31 where heads are the outer dimension.
@@ -82,8 +83,8 @@ def _rotate_and_store(
     head = tile_index * TILE + tl.arange(0, TILE)[None, :, None]
     mask = in_range & (head < HEADS)
     half_mask = mask & (column < HALF)
-    # One address for all heads: read in the layout of the tile, in whole vectors out of the first cache, where a
-    # [positions, 1, half] tile would be read by the element and pass through shared memory.
+    # All heads share one address, read in the layout of the tile in whole vectors from the first cache. A tile
+    # [positions, 1, half] would be read by single elements and pass through shared memory.
     angles = angles + column + tl.zeros_like(head)
     cos_first = tl.load(cos + angles, mask=half_mask, other=0.0).to(WIDE)
     sin_first = tl.load(sin + angles, mask=half_mask, other=0.0).to(WIDE)
@@ -153,7 +154,7 @@ def _rope_kernel(
     angles = batch * angle_batch + position * ROTARY
 
     for tile in tl.static_range(TILES):
-        # k is loaded before q is stored: the compiler keeps loads behind stores that might overlap them.
+        # k is loaded before q is stored, because the compiler keeps loads behind stores that might overlap them.
         if tile * Q_TILE < Q_HEADS:
             q_first, q_second, q_rest = _load_heads(
                 q, q_rows, q_head, in_range, tile, Q_HEADS, Q_TILE, WIDTH, ROTARY, HALF_BLOCK, REST_BLOCK
@@ -209,7 +210,7 @@ def _rope_kernel(
 
 
 def _head_tile(heads: int, lanes: int) -> int:
-    """Heads that a program handles together: a power of two that leaves at most a quarter of its lanes idle."""
+    """Return how many heads a program handles: a power of two that leaves at most a quarter of its lanes idle."""
     tile = min(triton.next_power_of_2(heads), max(1, MAX_PAIRS // lanes))
     while 3 * tile * triton.cdiv(heads, tile) > 4 * heads:
         tile //= 2
@@ -246,12 +247,12 @@ def _launch(
     if k.stride(3) != 1:
         k = k.contiguous()
     k_heads, rotary = k.shape[1], cos.shape[2]
-    # A row length known at compile time keeps their loads whole vectors (stride arguments are known only to 16).
+    # A constant row length keeps their loads whole vectors (stride arguments are known only as multiples of 16).
     if cos.stride()[1:] != (rotary, 1) or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     half_block = triton.next_power_of_2(rotary // 2)
     rest_block = triton.next_power_of_2(max(1, width - rotary))
-    # Elements a head and half: a short rotary part must not make programs whose other part is huge.
+    # Elements of a head and half. A short rotary part must not make programs with a huge other part.
     lanes = max(half_block, rest_block // 2) if rotary < width else half_block
     q_tile, k_tile = _head_tile(q_heads, lanes), _head_tile(k_heads, lanes)
     position_block = min(max(1, PAIRS // (q_tile * lanes)), triton.next_power_of_2(positions))
@@ -322,7 +323,7 @@ def _(grad_q, grad_k, cos, sin, q_position_major, k_position_major):  # noqa: AR
 def _setup_context(ctx, inputs, output):  # noqa: ARG001
     q, k, cos, sin = inputs
     ctx.save_for_backward(cos, sin)
-    # The gradients go where q and k came from (a projection), whatever layout attention hands them back in.
+    # The gradients go back to the projection of q and k, so they get the layout of q and k, not attention's.
     ctx.position_major = (_is_position_major(q), _is_position_major(k))
 
 
@@ -334,12 +335,12 @@ _rope.register_autograd(_rope_backward, _backward, _setup_context)
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys by their positions, on the first r of their d dimensions; the others are copied.
+    """Rotate queries and keys by their positions, on the first r of their d dimensions. The others are copied.
 
     q [batch, q_heads, positions, d] and k [batch, k_heads, positions, d]: bf16, fp16, fp32 or fp64, any strides (a last
     dimension that is not contiguous costs a copy). cos and sin [batch or 1, positions, r], r even, in the dtype of q or
-    in fp32, constants. Returns new tensors of the shapes and dtype of q and k that lie in memory in the order in which
-    q and k do: a transposed view of [batch, positions, heads, d] gives such a view.
+    in fp32, constants. Returns new tensors with the shapes, dtype and memory order of q and k: a transposed view of
+    [batch, positions, heads, d] gives such a view.
 
     Raises SlideError where shapes or dtypes do not fit, or where cos or sin require a gradient.
     """

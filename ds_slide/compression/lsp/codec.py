@@ -21,11 +21,11 @@ from ds_slide.optim.rule import Hyper
 from ds_slide.optim.square_sum import square_sum
 
 LEAST_SUBSPACE = 16
-"""Below it the gradient itself goes down: padding and launches would cost more than its bytes."""
+"""The smallest subspace. Below it the gradient is copied as it is: padding and launches would cost more."""
 
 CHANGE_RUN = 1 << 20
-"""Elements of a change that are computed at once: the weights that they are computed from, which are the same for all,
-take 4 MiB then, and stay in the processor's cache."""
+"""Elements of a change that are computed at once. All of them begin from the same weights, which take 4 MiB and stay in
+the processor's cache."""
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def _begin_of_changes() -> torch.Tensor:
 
 
 def subspace(shape: Sequence[int], d: int) -> int:
-    """Rows and columns of what a gradient of `shape` is compressed to; 0 where it goes down as it is."""
+    """Return the rows and columns of a compressed gradient of `shape`, 0 where it is not compressed."""
     if len(shape) != 2:
         return 0
     size = min(d, min(shape) // 2)
@@ -54,31 +54,31 @@ class Pair:
 
 @dataclass
 class Lsp:
-    """Gradients of a unit of matrices that are on the GPU: a `GradientCodec`. They leave in `dtype`, rounded from fp32.
+    """A `GradientCodec` for a unit of matrices on the GPU. Gradients leave in `dtype`, rounded from fp32.
 
-    Of several ranks each compresses its own gradient, by the same projectors, and has a part of what comes of their
-    mean, as of an exact gradient: PᵀGQ is linear in G. The change is put together from all parts, and each rank applies
-    the whole of it to weights of its own. They stay the same to the bit: the change has the same bits on all ranks, and
-    no kernel's sums depend on time.
+    Each of several ranks compresses its own gradient with the same projectors. PᵀGQ is linear in G, so each rank holds
+    a part of the mean, like with exact gradients. The change is put together from all parts, and each rank applies the
+    whole change to its own weights. The weights stay the same to the bit: the change has the same bits on all ranks,
+    and no kernel's sums depend on time.
 
-    Owners of `pairs` and of the tensors that they are views of: the compute thread and its stream, which encodes by
-    them, and overwrites them while the unit has settled (the host or that stream has waited for the last change). The
-    lane that applies a change reads them in between, on its own stream, behind a marker of the compute stream that was
-    made after they were written. Of `encoding` and `applying`, the workspaces that all units share: the compute stream
-    and that lane, each all the time.
+    Owner of `pairs` and of the tensors behind their views: the compute thread and its stream. They encode with the
+    projectors, and overwrite them while the unit is settled (the host or that stream has waited for the last change).
+    In between, the lane that applies a change reads them on its own stream, behind a marker of the compute stream that
+    was made after they were written. All units share the workspaces: the compute stream always owns `encoding`, and
+    that lane always owns `applying`.
     """
 
     layout: UnitLayout
     dtype: torch.dtype
     settings: CompressionConfig
     encoded: UnitLayout = field(init=False)
-    """The layout of what the gradients are compressed to: this rank's part, and, in slot layout, that of all ranks."""
+    """The layout of the compressed gradients: this rank's part and, in slot layout, the parts of all ranks."""
     matrices: Sequence[Matrix] = field(init=False)
     groups: Sequence[Group] = field(init=False, default=())
     encoding: torch.Tensor = field(init=False)
     """At least `encode_bytes` bytes."""
     applying: torch.Tensor = field(init=False)
-    """At least `apply_bytes`, in `CHANGE_DTYPE`: a change, its matrices transposed, products."""
+    """At least `apply_bytes` bytes in `CHANGE_DTYPE`: a change, its transposed matrices, products."""
 
     def __post_init__(self) -> None:
         assert self.settings.d != "auto"
@@ -100,7 +100,7 @@ class Lsp:
         self.groups = groups
 
     def _random_pair(self, matrix: Matrix, device: torch.device) -> list[Projector]:
-        # By its name, so that the numbers do not depend on how the model is cut into units.
+        # The name is part of the seed, so that the numbers do not depend on how the model is cut into units.
         generator = torch.Generator().manual_seed(self.settings.seed ^ zlib.crc32(matrix.entry.name.encode()))
         sizes = matrix.d, self.r_of(matrix)
         return [random_projector(side, *sizes, generator, device) for side in matrix.entry.shape]
@@ -118,7 +118,7 @@ class Lsp:
         old.right.copy_(pair.right)
 
     def r_of(self, matrix: Matrix) -> int:
-        """Numbers in a row of its projectors."""
+        """Return the numbers in a row of the matrix's projectors."""
         return min(self.settings.r, matrix.d)
 
     @property
@@ -162,8 +162,8 @@ class Lsp:
 
     @property
     def _whole_bytes(self) -> int:
-        """Bytes at the beginning of the workspace of `encode`, for a whole encoded gradient before the ranks get their
-        parts."""
+        """Bytes at the beginning of the workspace of `encode`, for a whole encoded gradient before it is split for the
+        ranks."""
         return self.whole_numel * self.dtype.itemsize if self.layout.world_size > 1 else 0
 
     @property
@@ -173,14 +173,14 @@ class Lsp:
 
     @property
     def encode_traffic(self) -> int:
-        # By row of P a row of G for each of its numbers; PᵀG written and read; by row of Q one of that for each.
+        # Each number of P reads a row of G. PᵀG is written and read. Each number of Q reads a row of PᵀG.
         return sum(
             self.r_of(each) * (2 * each.entry.numel + 4 * each.product_numel) + 8 * each.product_numel
             for each in self.matrices
         )
 
     def apply_traffic(self, master_bytes: int) -> int:
-        # The same way back, all in fp32, and the masters read and written.
+        # The same traffic on the way back, all in fp32. The masters are read and written.
         return sum(
             4 * self.r_of(each) * (each.entry.numel + each.product_numel)
             + 2 * master_bytes * each.entry.numel
@@ -202,7 +202,7 @@ class Lsp:
         return encode(gradients, out, accumulate=accumulate)
 
     def encode_in_groups(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
-        """`encode` by the GPU kernels, a few launches for all matrices of a group."""
+        """Encode by the GPU kernels, with a few launches for all matrices of a group."""
         from ds_slide.kernels.lsp.grouped_encode import encode_
 
         gradients = [None if each is None else each.contiguous() for each in gradients]
@@ -221,10 +221,10 @@ class Lsp:
         return total
 
     def encode_one_by_one(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
-        """`encode` of one matrix at a time, on any device; the bits of `out` are the same."""
+        """Encode one matrix at a time, on any device, with the same bits in `out`."""
         total = torch.zeros((), dtype=torch.float64, device=out.device)
         if not accumulate:
-            out.zero_()  # gaps between the matrices, and those without a gradient
+            out.zero_()  # gaps between the matrices, and matrices without a gradient
         for matrix, pair, gradient in zip(self.matrices, self.pairs, gradients, strict=True):
             if gradient is None:
                 continue
@@ -238,7 +238,7 @@ class Lsp:
     def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> torch.Tensor:
         whole = self.encoding[: self._whole_bytes].view(self.dtype)
         summed = self.encode(gradients, whole, accumulate=False)
-        out.zero_()  # what pads the parts
+        out.zero_()  # padding of the parts
         targets, sources = [], []
         for rank, part, place in pieces(self.encoded):
             targets.append(out[rank * self.numel + part.start : rank * self.numel + part.stop])
@@ -259,7 +259,7 @@ class Lsp:
         else:
             for rank, part, place in pieces(self.encoded):
                 change[place].copy_(written[rank][part], non_blocking=True)
-        # What `change` has of a matrix without a step is that of an earlier update.
+        # A matrix without a step has the change of an earlier update in `change`, so it is left out.
         hypers = {
             number: hyper
             for number, matrix in enumerate(self.matrices)
@@ -280,8 +280,8 @@ class Lsp:
     def apply_in_groups(
         self, change: torch.Tensor, masters: Masters, decays: Sequence[float], key: int | None = None
     ) -> None:
-        """W = decay * W + PDQᵀ by the GPU kernels, a few launches for all matrices of a group. `key`: of the step, for
-        masters that are rounded."""
+        """Compute W = decay * W + PDQᵀ by the GPU kernels, with a few launches for all matrices of a group. `key`: the
+        step's key, for masters that are rounded."""
         from ds_slide.kernels.lsp.grouped_apply import apply_
 
         _, transposed, products = self.applying.tensor_split([self.whole_numel, 2 * self.whole_numel])
@@ -291,7 +291,7 @@ class Lsp:
     def apply_one_by_one(
         self, change: torch.Tensor, masters: Masters, decays: Sequence[float], key: int | None = None
     ) -> None:
-        """W = decay * W + PDQᵀ of one matrix at a time, on any device; the bits are the same."""
+        """Compute W = decay * W + PDQᵀ one matrix at a time, on any device, with the same bits."""
         for number, decay in enumerate(decays):
             self._apply_one(number, change, masters, decay, key)
 

@@ -1,4 +1,4 @@
-"""Matrices of a unit that one launch compresses or updates: their places, and their projectors, in stacks."""
+"""Matrices of a unit that one launch compresses or updates: their places, and their projectors in stacks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Matrix:
     entry: Entry
     d: int
     encoded: Entry
-    """Its d * d elements, in the layout of the encoded gradient."""
+    """The place of its d * d elements in the layout of the encoded gradient."""
 
     @property
     def start(self) -> int:
-        """Where its elements begin in the encoded gradient of all ranks."""
+        """The first of its elements in the encoded gradient of all ranks."""
         return self.encoded.slot_offset
 
     @property
@@ -39,8 +39,8 @@ class Matrix:
 
     @property
     def upper_half(self) -> int:
-        """The upper half of the numbers by which its elements are rounded (`ds_slide.optim.rounding`). By its name, so
-        that the bits do not depend on how the model is cut into units."""
+        """The upper half of its elements' numbers for stochastic rounding (`ds_slide.optim.rounding`). It comes from
+        the name, so that the bits do not depend on how the model is cut into units."""
         return zlib.crc32(self.entry.name.encode()) >> 1
 
     @property
@@ -49,11 +49,11 @@ class Matrix:
         return Member(rows, columns, self.d, self.start, self.entry.slot_offset, self.upper_half)
 
     def within(self, encoded: Tensor) -> Tensor:
-        """Its part of an encoded gradient or of a change, of all ranks, [d, d]."""
+        """Return its part of an encoded gradient or change of all ranks, [d, d]."""
         return encoded[self.start : self.start + self.numel].view(self.d, self.d)
 
     def of_weights(self, buffer: Tensor) -> Tensor:
-        """Its part of a buffer in slot layout, in its shape."""
+        """Return its part of a buffer in slot layout, in its shape."""
         entry = self.entry
         return buffer[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
 
@@ -72,10 +72,10 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """At most WIDTH matrices of a unit, one behind the other."""
+    """At most WIDTH consecutive matrices of a unit."""
 
     first: int
-    """The number of the first of them."""
+    """The number of the first matrix."""
     left: Stack
     right: Stack
     table: Table
@@ -86,14 +86,14 @@ class Group:
 
 
 def grouped(matrices: Sequence[Matrix]) -> Iterator[Sequence[Matrix]]:
-    """`matrices` in groups, in their order."""
+    """Cut `matrices` into groups, in their order."""
     return (matrices[start : start + WIDTH] for start in range(0, len(matrices), WIDTH))
 
 
 def group_of(
     first: int, matrices: Sequence[Matrix], pairs: Sequence[Sequence[Projector]], device: torch.device
 ) -> Group:
-    """A group on `device`, with copies of its matrices' projectors, (P, Q) each."""
+    """Make a group on `device` with copies of its matrices' projectors. `pairs`: (P, Q) of each matrix."""
     left, right = (_stacked(side, device) for side in zip(*pairs, strict=True))
     return Group(first, left, right, table_of([matrix.member for matrix in matrices], device))
 

@@ -1,4 +1,4 @@
-"""The products of LSP-Offload in plain torch, on any device: the statement that the kernels match bit by bit."""
+"""The products of LSP-Offload in plain torch, on any device: the reference that the kernels match bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PART = 1 << 22
 
 
 def project(matrix: Tensor, projector: Projector) -> Tensor:
-    """XᵀP, [k, d] fp32, of X [rows, k]: terms by ascending row."""
+    """Return XᵀP, [k, d] fp32, for X [rows, k]. Terms are added by ascending row."""
     columns, values = projector.columns, projector.values.view(-1)
     counts = columns.starts.diff()
     total = _nothing(projector.d, matrix)
@@ -26,7 +26,7 @@ def project(matrix: Tensor, projector: Projector) -> Tensor:
 
 
 def expand(matrix: Tensor, projector: Projector, rows: slice = slice(None)) -> Tensor:
-    """PX, [rows, k] fp32, of X [d, k]: terms by ascending column. `rows`: those that are wanted."""
+    """Return the `rows` of PX, [rows, k] fp32, for X [d, k]. Terms are added by ascending column."""
     indices, values = projector.indices[rows].long(), projector.values[rows]
     total = _nothing(len(indices), matrix)
     for place in range(projector.r):
@@ -35,7 +35,7 @@ def expand(matrix: Tensor, projector: Projector, rows: slice = slice(None)) -> T
 
 
 def compress_(gradient: Tensor, left: Projector, right: Projector, out: Tensor, accumulate: bool) -> None:
-    """`projection.compress` of checked arguments."""
+    """Do `projection.compress` with checked arguments."""
     compressed = project(project(gradient, left), right)
     out.copy_(out + compressed if accumulate else compressed)
 
@@ -50,7 +50,7 @@ def apply_(
     scale: float,
     keys: Keys | None,
 ) -> None:
-    """`projection.decompress_apply` of checked arguments."""
+    """Do `projection.decompress_apply` with checked arguments."""
     expanded = expand(update.T, right).T
     for part in _parts(weight):
         old = weight[part].float() if remainder is None else decode_split(weight[part], remainder[part])
@@ -67,7 +67,7 @@ def apply_(
 
 
 def residual_square_sums(gradient: Tensor, compressed: Tensor, left: Projector, right: Projector) -> Tensor:
-    """`projection.residual_square_sums` of checked arguments, [2] fp64; `compressed` is PᵀGQ."""
+    """Do `projection.residual_square_sums` with checked arguments, [2] fp64. `compressed` is PᵀGQ."""
     expanded = expand(compressed.T, right).T
     sums = torch.zeros(2, dtype=torch.float64, device=gradient.device)
     for part in _parts(gradient):
@@ -78,19 +78,19 @@ def residual_square_sums(gradient: Tensor, compressed: Tensor, left: Projector, 
 
 
 def sampled(projector: Projector, own: Tensor, matrix: Tensor, factor: Tensor) -> Tensor:
-    """`projection.sampled`."""
+    """Do `projection.sampled`."""
     columns = projector.indices.long()
     pairs = own[columns[:, None, :], columns[:, :, None] % own.shape[1]]  # [rows, of the result, of P]
     return (pairs * projector.values[:, None, :]).sum(dim=2) + (factor[columns] * matrix[:, None]).sum(dim=2)
 
 
 def _nothing(rows: int, beside: Tensor) -> Tensor:
-    """-0.0: the number that changes no other when it is added to it, not even -0.0."""
+    """Return a tensor of -0.0, which changes no number when it is added, not even -0.0."""
     return torch.full((rows, beside.shape[1]), -0.0, dtype=torch.float32, device=beside.device)
 
 
 def _parts(matrix: Tensor) -> list[slice]:
-    """Rows of `matrix` a part at a time: the fp64 temporaries of a whole one would be gigabytes."""
+    """Cut the rows of `matrix` into parts: the fp64 temporaries of a whole matrix would be gigabytes."""
     rows, columns = matrix.shape
     step = max(1, _PART // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,4 +1,4 @@
-"""What a pair of projectors loses of a gradient, values that lose less of it, and moments in their subspace
+"""The loss of a gradient by a pair of projectors, values that lose less, and moments in their subspace
 (arXiv 2406.10181)."""
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from ds_slide.compression.lsp.projection import project, residual_square_sums
 from ds_slide.compression.lsp.projector import Projector, random_values
 from ds_slide.errors import SlideError
 
-# At first; it falls linearly to 0. With 0.02, 0.05 and 0.1 the bias was 0.385, 0.349 and 0.339 after 100 steps (256 x
-# 192 with singular values 1/k, d = 96, r = 4); 0.2 was worse than 0.1.
+# The rate of the first step; it falls linearly to 0. With 0.02, 0.05 and 0.1 the bias was 0.385, 0.349 and 0.339 after
+# 100 steps (256 x 192 with singular values 1/k, d = 96, r = 4). 0.2 was worse than 0.1.
 LEARNING_RATE = 0.1
-# Steps between two looks at the bias on the host, each of which waits for the GPU.
+# Steps between two reads of the bias on the host. Each read waits for the GPU.
 LOOK_EVERY = 10
-# What a batch of fits may take where none of them takes more alone: three 1536 x 576 with d = 288 are 45 MB. The host's
-# time for their launches is what is saved, and above it the GPU's own is longer.
+# The most bytes of a batch of fits, unless one fit alone needs more: three 1536 x 576 with d = 288 are 45 MB. A batch
+# saves the host's time for launches. Above this size the GPU's own time is longer.
 BATCH_BYTES = 64 << 20
 
 
 def bias(gradient: Tensor, left: Projector, right: Projector) -> Tensor:
-    """|PPᵀGQQᵀ - G| / |G| in Frobenius norms, [] fp64 on the gradient's device, without waiting and without a matrix of
-    its size. 0 for a gradient of zeros; not finite for one that is not.
+    """Return |PPᵀGQQᵀ - G| / |G| in Frobenius norms, [] fp64 on G's device, without waiting and without a matrix of G's
+    size. It is 0 for a gradient of zeros, and not finite for a gradient that is not finite.
 
     gradient: G [m, n], bf16, fp16 or fp32, contiguous. left: P [m, d1]. right: Q [n, d2]. Raises SlideError for other
-    shapes, dtypes, devices or strides. The test of arXiv 2406.10181 is whether this exceeds a threshold.
+    shapes, dtypes, devices or strides. arXiv 2406.10181 tests whether the bias exceeds a threshold.
     """
     return _bias(*residual_square_sums(gradient, left, right))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A gradient, and the projectors that are to be fitted to it: those of `bias`."""
+    """A gradient and the projectors to be fitted to it, like in `bias`."""
 
     gradient: Tensor
     left: Projector
     right: Projector
     generator: torch.Generator
-    """On the CPU. It draws the same numbers whatever comes of the fit."""
+    """A generator on the CPU. It draws the same numbers for any result of the fit."""
 
     def of_tall(self) -> Fit:
-        """The fit of a matrix that is not wide, which is the transposed one of a wide one."""
+        """Return this fit if the matrix is not wide, else the transposed fit."""
         rows, columns = self.gradient.shape
         return self if rows >= columns else Fit(self.gradient.T, self.right, self.left, self.generator)
 
@@ -57,17 +57,17 @@ Fitted = tuple[Projector, Projector, Tensor]
 
 @torch.no_grad()
 def refit(fits: Sequence[Fit], *, threshold: float, steps: int, beta: float) -> list[Fitted]:
-    """Values of P and Q, in the columns that they have, for which `bias` + beta * (|P| + |Q|) is less on the gradient
-    of each fit.
+    """Lower `bias` + beta * (|P| + |Q|) on the gradient of each fit by new values of P and Q in the same columns.
 
-    The objective of arXiv 2406.10181 with the bias relative to |G|, so that beta means the same for every gradient.
+    This is the objective of arXiv 2406.10181. The bias is relative to |G|, so that beta means the same for every
+    gradient.
 
-    -> projectors, and their bias. They are those that were given where their bias is not above `threshold`, else the
-    best after `steps` steps of Adam, or fewer: every `LOOK_EVERY` steps it is seen whether the bias has come down to
-    `threshold`, of all matrices that are fitted together (`_batches`). A fit begins with the values that it is given,
-    scaled to where their bias is least, or with those that its generator draws where no gradient comes back through
-    them. It waits for the GPU. The same arguments give the same values on the same kind of device. A gradient that is
-    not finite changes nothing.
+    Returns projectors and their bias. Given projectors with a bias of at most `threshold` are returned unchanged. The
+    others are the best of at most `steps` steps of Adam. The host reads the bias every `LOOK_EVERY` steps, and stops
+    when all matrices that are fitted together (`_batches`) have reached `threshold`. A fit begins with the given
+    values, scaled to where their bias is least. If no gradient comes back through them, it begins with values from its
+    generator. The function waits for the GPU. The same arguments give the same values on the same kind of device. A
+    gradient that is not finite changes nothing.
     """
     if not fits:
         return []
@@ -86,8 +86,8 @@ def refit(fits: Sequence[Fit], *, threshold: float, steps: int, beta: float) -> 
 
 
 def _batches(fits: Sequence[Fit], chosen: Sequence[int]) -> Iterator[list[int]]:
-    """Which of the `chosen` fits are done together: of matrices of one shape, transposed ones among them, as many as
-    need no more memory than the largest of them all, or than `BATCH_BYTES`."""
+    """Cut the `chosen` fits into batches of matrices of one shape, up to a transposition. The memory limit of a batch
+    is `BATCH_BYTES`, or the memory of the largest chosen fit if that is more."""
     alike: dict[Hashable, list[int]] = {}
     for number in chosen:
         tall = fits[number].of_tall()
@@ -107,7 +107,7 @@ def _fitted(
     steps: int,
     beta: float,
 ) -> list[tuple[Projector, Projector]]:
-    """The fits of one batch. `drawn`: for left and right."""
+    """Do the fits of one batch. `drawn`: for each fit values for left and right."""
     flips = [each.of_tall() is not each for each in fits]
     tall = [each.of_tall() for each in fits]
     objective = Objective(
@@ -156,9 +156,9 @@ def _fitted(
 
 
 def refit_bytes(fits: Sequence[Fit]) -> int:
-    """Bytes that the fits of one batch allocate on the GPU at most, beside those of matrix products' own workspace: of
-    each Gᵀ, and G if it is not alone, GQ, GᵀP, dense projectors and a product of them, matrices with sides of d, and
-    some numbers for each non-zero."""
+    """Return the most bytes that the fits of one batch allocate on the GPU, without the workspace of matrix products.
+    Each fit has Gᵀ, and G if it is not alone, GQ, GᵀP, dense projectors and a product of them. It also has matrices
+    with sides of d, and some numbers for each non-zero."""
     return sum(_refit_bytes(each, len(fits)) for each in fits)
 
 
@@ -179,13 +179,13 @@ def carry_moments(
     new_left: Projector,
     new_right: Projector,
 ) -> tuple[Tensor, Tensor]:
-    """Moments of the compressed gradient in the subspace of new projectors, as in arXiv 2406.10181:
+    """Carry moments of the compressed gradient into the subspace of new projectors, like in arXiv 2406.10181:
 
         M <- (PᵀP_old) M (Q_oldᵀQ)        V <- (PᵀP_old)^2 V (Q_oldᵀQ)^2, squares by element
 
-    exp_avg, exp_avg_sq: M and V [d1, d2] fp32, on any device; the results are new ones beside them. The projectors are
-    those of `compress` before and after a fit, on one device, where the products are computed: moments that lie
-    elsewhere are moved there and back, which waits. The d of a projector may change. Raises SlideError for moments of
+    exp_avg, exp_avg_sq: M and V [d1, d2] fp32, on any device. The results are new tensors on the same device. The old
+    and new projectors are from before and after a fit, on one device that computes the products. Moments on another
+    device are moved there and back, which waits. The d of a projector may change. Raises SlideError for moments of
     another shape or dtype, and projectors of another number of rows.
     """
     for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):

@@ -1,15 +1,15 @@
-"""The objective that projectors are fitted by, and its slope by their values (arXiv 2406.10181).
+"""The objective of a fit of projectors, and its slope by their values (arXiv 2406.10181).
 
-With S = PᵀGQ, A = PᵀP, B = QᵀQ, X = PSQᵀ, what comes back of the gradient, and F = ASB - 2S:
+Let S = PᵀGQ, A = PᵀP, B = QᵀQ, F = ASB - 2S, and X = PSQᵀ, the decompressed gradient. Then:
 
     |X - G|^2 = tr(A S B Sᵀ) - 2 |S|^2 + |G|^2 = <S, F> + |G|^2
     slope of its half by P = P (S B Sᵀ) + (GQ) Fᵀ, by Q = Q (Sᵀ A S) + (GᵀP) F
 
-So a step takes sparse products with G and dense ones with sides of d; nothing of G's size is made but Gᵀ, once. Slopes
-are needed at the non-zeros alone.
+So a step takes sparse products with G and dense products with sides of d. The only tensor of G's size is Gᵀ, made once.
+Slopes are needed at the non-zeros only.
 
-Matrices of one shape are taken together, in as many launches as one of them: the host's time for those is all that a
-step of a small matrix takes. Their rows lie in turn, [rows, k, columns], and so do their projectors' (`beside`).
+Matrices of one shape are fitted together, with the launches of a single one: a step of a small matrix takes only the
+host's time for launches. Their rows are interleaved, [rows, k, columns], and so are their projectors' (`beside`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_slide.compression.lsp.projector import Projector, beside
 
 
 class _Products(NamedTuple):
-    """Of k pairs of projectors, with each G divided by its norm."""
+    """The products of k pairs of projectors, with each G divided by its norm."""
 
     compressed: Tensor
     """S [k, d1, d2]."""
@@ -41,7 +41,7 @@ class _Products(NamedTuple):
     """GQ, [m * k, d2]."""
 
     def lost_square(self) -> Tensor:
-        """|X - G|^2 - |G|^2, [k] fp64."""
+        """Return |X - G|^2 - |G|^2, [k] fp64."""
         return (self.compressed * self.factor).sum(dim=(1, 2), dtype=torch.float64)
 
 
@@ -51,28 +51,28 @@ class _Side:
     def __init__(self, projectors: Sequence[Projector]) -> None:
         self.count, self.d = len(projectors), projectors[0].d
         self.pattern = beside(projectors)
-        """It keeps its order of columns while its values are written in place."""
+        """It keeps its `columns` while its values are written in place."""
         self.values = self.by_matrix(self.pattern.values)
         """[rows, k, r], a view."""
         self._columns = torch.stack([each.indices for each in projectors], dim=1).view_as(self.pattern.indices).long()
         self._dense = torch.zeros(self.pattern.rows, self.d, device=self.pattern.device)
 
     def by_matrix(self, of_rows: Tensor) -> Tensor:
-        """[rows, k, columns] of [rows * k, columns]."""
+        """View [rows * k, columns] as [rows, k, columns]."""
         return of_rows.view(-1, self.count, of_rows.shape[1])
 
     def project(self, matrix: Tensor) -> Tensor:
-        """XᵀP of each matrix, [columns * k, d], of X [rows * k, columns]."""
+        """Return XᵀP of each matrix, [columns * k, d], for X [rows * k, columns]."""
         return project(matrix, self.pattern).view(-1, self.d)
 
     def gram(self) -> Tensor:
-        """PᵀP of each, [k, d, d]."""
+        """Return PᵀP of each projector, [k, d, d]."""
         return self.by_matrix(self.project(self._dense.scatter_(1, self._columns, self.pattern.values))).transpose(0, 1)
 
 
 class Objective:
-    """|X - G| / |G| + beta * (|P| + |Q|) as a function of the values of P and Q, for k finite G of one shape and data
-    type that are not zero, and projectors of one d and r for each side.
+    """|X - G| / |G| + beta * (|P| + |Q|) as a function of the values of P and Q. There are k gradients G of one shape
+    and data type, finite and not zero. The projectors of a side have one d and r.
 
     square_sums: |G|^2, [k] fp64.
     """
@@ -89,12 +89,12 @@ class Objective:
         self._transposed = _in_turn([each.T for each in gradients])
         self._left, self._right, self._beta = _Side(left), _Side(right), beta
         self.values = [self._left.values, self._right.values]
-        """Of P [m, k, r] and Q [n, k, r]: where the objective is taken, to be written in place."""
+        """The values of P [m, k, r] and Q [n, k, r], to be written in place. `at` reads them."""
         self._inverse_norms = square_sums.rsqrt().float()[:, None]
 
     def start(self, drawn: Sequence[Tensor]) -> None:
-        """Scale `values`, or `drawn` (of their shapes) where no gradient comes back through those, to where the bias is
-        least."""
+        """Scale `values` to where the bias is least. Where no gradient comes back through them, `drawn` (of the same
+        shapes) replaces them first."""
         usable = self._scale().isfinite()
         for values, others in zip(self.values, drawn, strict=True):
             values.copy_(torch.where(usable, values, others))
@@ -103,7 +103,7 @@ class Objective:
             values.mul_(scale)
 
     def at(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """-> the objective and the bias, [k] fp64, and the objective's slope by each of `values`."""
+        """Return the objective and the bias, [k] fp64, and the objective's slope by each of `values`."""
         products = self._products()
         s, sb, as_, factor, by_left, by_right = products
         # A bias of zero has no slope; the floor keeps it finite.
@@ -119,7 +119,7 @@ class Objective:
         return torch.add(bias, norms[0] + norms[1], alpha=self._beta), bias, slopes
 
     def _scale(self) -> Tensor:
-        """What to multiply both by, c, [k, 1] fp32: X becomes c^4 X, nearest to G where c^4 = |S|^2 / |X|^2."""
+        """Return the factor c of both values, [k, 1] fp32. X becomes c^4 X, nearest to G where c^4 = |S|^2 / |X|^2."""
         products = self._products()
         square = products.compressed.double().square().sum(dim=(1, 2))
         return (square / (products.lost_square() + 2 * square)).pow(0.25).float()[:, None]
@@ -136,5 +136,5 @@ class Objective:
 
 
 def _in_turn(matrices: Sequence[Tensor]) -> Tensor:
-    """The rows of k matrices in turn, [rows * k, columns], contiguous."""
+    """Interleave the rows of k matrices, [rows * k, columns], contiguous."""
     return matrices[0].contiguous() if len(matrices) == 1 else torch.stack(list(matrices), dim=1).flatten(0, 1)

@@ -1,7 +1,7 @@
 """The products of LSP-Offload (arXiv 2406.10181): a gradient's compression and the update of a weight.
 
-On a GPU they are the kernels of `ds_slide.kernels.lsp`, elsewhere plain torch (`in_torch`). Both give the same bits:
-every fp32 operation is rounded by itself, and sums are taken in one order, that of ascending rows or columns.
+On a GPU the kernels of `ds_slide.kernels.lsp` compute them, elsewhere plain torch (`in_torch`). Both give the same
+bits: every fp32 operation is rounded by itself, and sums run over ascending rows or columns.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ds_slide.optim.rule import fp32
 
 
 def compress(gradient: Tensor, left: Projector, right: Projector, out: Tensor, *, accumulate: bool) -> None:
-    """out = PᵀGQ, or with `accumulate` out += PᵀGQ, without waiting.
+    """Compute out = PᵀGQ, or with `accumulate` out += PᵀGQ, without waiting.
 
     gradient: G [m, n], bf16, fp16 or fp32, contiguous. left: P [m, d1]. right: Q [n, d2]. out: [d1, d2] fp32,
     contiguous. nan and inf go to the elements of `out` whose columns have non-zeros in their row and column.
 
-    Products are rounded to fp32 and added in fp32, in ascending order of m, then of n: the bits are the same from run
-    to run, and those of G where P and Q are permutations. Raises SlideError for other shapes, dtypes, devices or
+    Products are rounded to fp32 and added in fp32, in ascending order of m, then of n. The bits are the same in every
+    run. Where P and Q are permutations, `out` has the bits of G. Raises SlideError for other shapes, dtypes, devices or
     strides.
     """
     _require_matrix("compress", "gradient", gradient, KERNEL_DTYPES, (left.rows, right.rows), left)
@@ -48,16 +48,18 @@ def decompress_apply(
     scale: float,
     keys: Keys | None = None,
 ) -> None:
-    """W = decay * W + scale * PDQᵀ in fp32, in place, without waiting.
+    """Compute W = decay * W + scale * PDQᵀ in fp32, in place, without waiting.
 
-    weight: W [m, n] contiguous: bf16 with `remainder`, its low 16 bits (int16 [m, n]): the split master, which holds
-    fp32 exactly; bf16 with `keys` instead, rounded stochastically by the upper halves of their bits, element (i, j) by
-    those of number i * n + j; or fp32. update: D [d1, d2], fp32 or bf16, contiguous. left: P [m, d1]. right: Q [n, d2].
+    weight: W [m, n], contiguous, in one of three formats. bf16 with `remainder`, its low 16 bits (int16 [m, n]), is the
+    split master, which holds fp32 exactly. bf16 with `keys` is rounded stochastically: element (i, j) by the upper half
+    of the random bits of number i * n + j. The third is fp32. update: D [d1, d2], fp32 or bf16, contiguous.
+    left: P [m, d1]. right: Q [n, d2].
 
-    Rounded to fp32 one by one: decay * W, the sum E = DQᵀ and the sum PE, each in ascending order of its columns, scale
-    * PE, and the sum of the two, with zero for subnormal operands and results. So where P and Q are permutations,
-    decay = 1 - lr * weight_decay, scale = 1 and D is what AdamW makes of a weight of -0.0 without decay, W has the bits
-    of AdamW (csrc/update/adamw.hpp). Raises SlideError for other shapes, dtypes, devices or strides.
+    Each operation is rounded to fp32 by itself: decay * W, the sums E = DQᵀ and PE, each over ascending columns,
+    scale * PE, and the last sum. Subnormal operands and results count as zero. W gets the bits of AdamW
+    (csrc/update/adamw.hpp) in one case: P and Q are permutations, decay = 1 - lr * weight_decay, scale = 1, and D is
+    AdamW's new weight for an old one of -0.0 without decay. Raises SlideError for other shapes, dtypes, devices or
+    strides.
     """
     name, shape = "decompress_apply", (left.rows, right.rows)
     split = remainder is not None
@@ -77,9 +79,9 @@ def decompress_apply(
 
 
 def project(matrix: Tensor, projector: Projector) -> Tensor:
-    """XᵀP, [k, d] fp32, without waiting, of X [rows, k], bf16, fp16 or fp32, contiguous, and P [rows, d].
+    """Return XᵀP, [k, d] fp32, without waiting. X [rows, k]: bf16, fp16 or fp32, contiguous. P: [rows, d].
 
-    Rounded and added as in `compress`. Raises SlideError for other shapes, dtypes, devices or strides.
+    Products are rounded and added like in `compress`. Raises SlideError for other shapes, dtypes, devices or strides.
     """
     _require_matrix("project", "matrix", matrix, KERNEL_DTYPES, (projector.rows, matrix.shape[-1]), projector)
     if not matrix.is_cuda:
@@ -90,11 +92,11 @@ def project(matrix: Tensor, projector: Projector) -> Tensor:
 
 
 def sampled(projector: Projector, own: Tensor, matrix: Tensor, factor: Tensor) -> Tensor:
-    """P @ own + X @ Fᵀ where P [rows, d] has non-zeros, [rows, r] fp32, without waiting.
+    """Return P @ own + X @ Fᵀ at the non-zeros of P [rows, d], [rows, r] fp32, without waiting.
 
-    own: [d, d], or of projectors `beside` each other one such matrix for each, below one another. X (matrix):
-    [rows, k]. F (factor): [d, k]. All fp32 and contiguous. The order of the sums is fixed, but not that of other
-    devices.
+    own: [d, d], or for projectors `beside` each other one such matrix for each, below one another. X (matrix):
+    [rows, k]. F (factor): [d, k]. All are fp32 and contiguous. The order of the sums is fixed for a device, but differs
+    between devices.
     """
     if not matrix.is_cuda:
         return in_torch.sampled(projector, own, matrix, factor)
@@ -104,9 +106,9 @@ def sampled(projector: Projector, own: Tensor, matrix: Tensor, factor: Tensor) -
 
 
 def residual_square_sums(gradient: Tensor, left: Projector, right: Projector) -> Tensor:
-    """|PPᵀGQQᵀ - G|^2 and |G|^2, [2] fp64 on the gradient's device, without waiting and without a matrix of its size.
+    """Return |PPᵀGQQᵀ - G|^2 and |G|^2, [2] fp64 on G's device, without waiting and without a matrix of G's size.
 
-    gradient, left and right are those of `compress`, and so are the errors.
+    gradient, left, right and the errors: see `compress`.
     """
     compressed = torch.empty(left.d, right.d, dtype=torch.float32, device=gradient.device)
     compress(gradient, left, right, compressed, accumulate=False)
@@ -118,7 +120,7 @@ def residual_square_sums(gradient: Tensor, left: Projector, right: Projector) ->
 
 
 def temporary_bytes(columns: int, left_d: int, right_d: int) -> int:
-    """Bytes that `compress` and `decompress_apply` of a weight [m, columns] allocate on the GPU while they run."""
+    """Return the bytes that `compress` and `decompress_apply` of a weight [m, columns] allocate on the GPU."""
     return 4 * left_d * (columns + right_d)
 
 

@@ -1,7 +1,7 @@
 """A sparse projector: a tall matrix with the same number of non-zeros in each row.
 
-Bytes of a non-zero: 4 for its column, 4 for its value and, once it is used to compress, 4 for its place in the order of
-columns, which a product with the transpose reads: it gathers then, and needs no atomic addition.
+A non-zero takes 4 bytes for its column and 4 for its value. Once the projector compresses, it takes 4 more for its
+place by columns. A product with the transpose reads these places, so that it gathers and needs no atomic addition.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ds_slide.errors import SlideError
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The non-zeros of a projector by column, those of one column by ascending row."""
+    """The non-zeros of a projector by column, and within a column by ascending row."""
 
     starts: Tensor
     """[d + 1] int32: column c has the entries [starts[c], starts[c + 1])."""
     entries: Tensor
-    """[rows * r] int32: places in the flattened `indices` and `values`; the row is the place divided by r."""
+    """[rows * r] int32: places in the flattened `indices` and `values`. The row is the place divided by r."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projector:
     """A matrix [rows, d] with r non-zeros in each row ("(d, r)-sparse" in arXiv 2406.10181).
 
-    Raises SlideError for tensors that do not belong together. The columns are the caller's promise: to check them would
+    Raises SlideError for tensors that do not belong together. The caller guarantees valid columns: to check them would
     wait for the GPU.
     """
 
@@ -70,19 +70,19 @@ class Projector:
 
     @cached_property
     def columns(self) -> Columns:
-        """Computed at the first use, without waiting for the GPU."""
+        """The non-zeros by column, computed at the first use, without waiting for the GPU."""
         sorted_columns, entries = self.indices.view(-1).sort(stable=True)
         wanted = torch.arange(self.d + 1, dtype=torch.int32, device=self.device)
         return Columns(torch.searchsorted(sorted_columns, wanted, out_int32=True), entries.int())
 
     def with_columns(self, columns: Columns) -> Projector:
-        """This projector with its order of columns, which the caller has computed."""
+        """Return this projector with its `columns`, which the caller has computed."""
         other = Projector(self.indices, self.values, self.d)
         other.__dict__["columns"] = columns
         return other
 
     def with_values(self, values: Tensor) -> Projector:
-        """A projector of the same pattern, which shares what has been computed of it."""
+        """Return a projector with the same pattern. It shares the computed `columns`."""
         other = Projector(self.indices, values, self.d)
         return other.with_columns(self.columns) if "columns" in self.__dict__ else other
 
@@ -93,20 +93,20 @@ class Projector:
             target.copy_(source)
 
     def to(self, device: torch.device | str) -> Projector:
-        """This projector on `device`; itself, with what has been computed of it, where it is there."""
+        """Return this projector on `device`. If it is there already, it is returned itself."""
         indices, values = self.indices.to(device), self.values.to(device)
         return self if indices is self.indices and values is self.values else Projector(indices, values, self.d)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix itself, [rows, d]."""
+        """Return the dense matrix, [rows, d]."""
         matrix = torch.zeros(self.rows, self.d, dtype=dtype, device=self.device)
         return matrix.scatter_(1, self.indices.long(), self.values.to(dtype))
 
 
 def beside(projectors: Sequence[Projector]) -> Projector:
-    """Projectors of k matrices of one shape, d and r, as one of their rows in turn: row i of matrix j is row i * k + j,
-    and its column c is column j * d + c. Its product with k matrices whose rows lie in turn as well has the product
-    with each matrix in columns of its own, whose terms are added in the same order."""
+    """Interleave the projectors of k matrices of one shape, d and r into one projector. Row i of matrix j is row
+    i * k + j, and its column c is column j * d + c. A product with k matrices that are interleaved too has the product
+    of each matrix in its own columns, and adds terms in the same order."""
     first, count = projectors[0], len(projectors)
     before = first.d * torch.arange(count, dtype=torch.int32, device=first.device)[:, None]
     indices = torch.stack([each.indices for each in projectors], dim=1) + before
@@ -115,16 +115,16 @@ def beside(projectors: Sequence[Projector]) -> Projector:
 
 
 def projector_bytes(rows: int, d: int, r: int) -> int:
-    """Bytes of a projector on its device, its order of columns included."""
+    """Return the bytes of a projector on its device, with its `columns`."""
     return 12 * rows * r + 4 * (d + 1)
 
 
 def random_projector(rows: int, d: int, r: int, generator: torch.Generator, device: torch.device | str) -> Projector:
-    """A projector whose rows have r uniformly chosen columns and values of N(0, 1/r), variance 1/r, so that a row's
-    squares add up to 1 in the mean: the start of arXiv 2406.10181.
+    """Draw a projector with r uniformly chosen columns in each row and values of N(0, 1/r), variance 1/r. A row's
+    squares add up to 1 in the mean. This is the start of arXiv 2406.10181.
 
-    generator: on the CPU, where the numbers are drawn, so that they are the same on every device. Raises SlideError for
-    another one, and for sizes that are not 1 <= r <= d.
+    generator: a generator on the CPU, so that the numbers are the same for every device. Raises SlideError for another
+    device, and for sizes that are not 1 <= r <= d.
     """
     if generator.device.type != "cpu":
         raise SlideError(
@@ -133,7 +133,7 @@ def random_projector(rows: int, d: int, r: int, generator: torch.Generator, devi
         )
     _require_sizes(rows, r, d)
     indices = torch.empty(rows, r, dtype=torch.int64)
-    # Floyd's choice of r among d: each set has the same probability, and nothing of size [rows, d] is made.
+    # Floyd's choice of r among d: each set has the same probability, and no tensor has size [rows, d].
     for place in range(r):
         last = d - r + place
         drawn = torch.randint(last + 1, (rows,), generator=generator)
@@ -144,7 +144,7 @@ def random_projector(rows: int, d: int, r: int, generator: torch.Generator, devi
 
 
 def random_values(rows: int, r: int, generator: torch.Generator) -> Tensor:
-    """Values of a random projector, [rows, r], on the CPU, as is the generator."""
+    """Draw values of a random projector, [rows, r]. They are on the CPU, like the generator."""
     return torch.randn(rows, r, generator=generator) / r**0.5
 
 

@@ -1,1 +1,1 @@
-"""Directories and files of a run, below directories that others may write to."""
+"""Directories and files of a run, below directories that other users may write to."""

@@ -1,19 +1,19 @@
-"""A directory of one owner, a save, under a parent that others share; removed when the owner ends or is dead.
+"""A directory of one owner, a save, under a shared parent. It is removed when the owner ends or is dead.
 
     <parent>/<name>/lock      held by flock for the life of the owner
     <parent>/<name>/...       what the owner puts there
 
-The lock, not the pid, says whether an owner is alive: the kernel drops it however the process ends, and it means the
-same in every container that sees the directory and after a pid was used again.
+The lock, not the pid, tells whether an owner is alive. The kernel drops the lock at any end of the process. A lock
+means the same in every container that sees the directory, and pids are used again.
 
-Making and removing race without a lock on the parent, because the order is fixed. A maker counts its directory as made
-once it holds the lock of a file that is still in its place, and empty. A remover deletes only what it has locked so; it
-makes the lock file a byte long before it lets go of the lock, and deletes that file last. A directory without a lock
-file is being made, or what a maker or remover left when it was killed: it is empty, and rmdir takes nothing else.
+Makers and removers need no lock on the parent, because the order of steps is fixed. A maker counts its directory as
+made once it holds the lock of a file that is still in its place and empty. A remover deletes only what it has locked.
+It makes the lock file a byte long before it drops the lock, and deletes that file last. A directory without a lock file
+is being made, or was left by a killed maker or remover. It is empty, and rmdir removes only an empty directory.
 
-Others may be able to write to the parent, so that any name in it may become anything at any time. A directory is
-therefore reached by its descriptor (owned_directory.py), also by its own owner at the end: it is emptied wherever it is
-by then. Only what an owner of its kind makes is removed, and only from a directory that belongs to this user.
+Other users may be able to write to the parent and change any name at any time. So a directory is reached by its
+descriptor (owned_directory.py), also by its owner at the end, and is emptied under any name. Only the entries that an
+owner makes are removed, and only from a directory that belongs to this user.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 Prepare = Callable[[Path, int, int], str]
-"""Called before a directory is emptied, with its path and the descriptors of its parent and itself, under its lock:
-raises OSError where it must be left, and returns the name that the directory has from then on."""
+"""Called under the lock before a directory is emptied, with its path and the descriptors of its parent and itself.
+Raises OSError where the directory must stay. Returns the name that the directory has from then on."""
 
 
 @dataclass(eq=False)
 class LockedDirectory:
-    """A new directory `path` of this process, locked until it is removed: descriptors of it, its parent and its lock.
+    """A new directory `path` of this process, locked until it is removed. Holds descriptors of it, parent and lock.
 
-    `owner`: the process that has made it, because a forked child that leaves by sys.exit runs its parent's exit
-    handlers. `removing`: held while it is removed.
+    `owner`: the process that has made it, because a forked child that ends by sys.exit runs its parent's exit
+    handlers. `removing`: held during the removal.
     """
 
     path: Path
@@ -66,8 +66,8 @@ class LockedDirectory:
     removed: bool = False
 
     def remove(self, prepare: Prepare) -> None:
-        """Remove it with all that is in it, wherever it is by now. A second call does nothing; one while another
-        thread is in the middle of it returns when that has ended, for the process may end then. Raises OSError."""
+        """Remove the directory and its content, under its present name. A second call does nothing. A call during a
+        removal by another thread waits for its end, because the process may end next. Raises OSError."""
         if os.getpid() != self.owner:
             return
         with self.removing:
@@ -82,7 +82,7 @@ class LockedDirectory:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Close the descriptors, whose numbers may be those of other files from then on."""
+        """Close the descriptors. Other files may get their numbers from then on."""
         _held.discard(self)
         self._unlock()
         for descriptor in (self.directory, self.parent):
@@ -95,10 +95,10 @@ class LockedDirectory:
 
 
 def make_locked(path: Path, parent: int, mode: int, *, without_locks: bool = False) -> LockedDirectory | None:
-    """Make `path` in the directory open as `parent`, and lock it; None where a remover took it before it was locked.
+    """Make `path` in the directory open as `parent`, and lock it. None where a remover took it before the lock.
 
-    `without_locks`: also where the file system has no locks, so that nobody will find it dead. Raises OSError, with
-    nothing left.
+    `without_locks`: make it also on a file system without locks, where no process can find it dead. Raises OSError, and
+    leaves nothing then.
     """
     name = path.name
     os.mkdir(name, mode, dir_fd=parent)
@@ -138,8 +138,8 @@ def make_locked(path: Path, parent: int, mode: int, *, without_locks: bool = Fal
 
 
 def remove_dead(path: Path, parent: int, prepare: Prepare) -> None:
-    """Remove the directory `path` in the one open as `parent`, unless its owner lives or the file system has no locks
-    that would say so. Raises OSError, also where it is not ours; FileNotFoundError where another process was faster."""
+    """Remove the directory `path` in the directory open as `parent`. It stays where its owner lives or the file system
+    has no locks. Raises OSError, also where it is not ours. FileNotFoundError: another process was faster."""
     with owned(path.name, parent) as directory:
         found = status_of(LOCK, directory)
         if found is None:
@@ -171,15 +171,15 @@ def require_known(directory: int, known: Known, owner: str) -> None:
 
 
 def remove_unlocked(name: str, parent: int, directory: int) -> None:
-    """Remove the directory open as `directory` with all that is in it; the lock goes last, so that whatever is left
-    after a kill can still be recognised as dead. Raises OSError, also where a part of it is not ours."""
+    """Remove the directory open as `directory` with its content. The lock goes last, so that the rest after a kill is
+    still recognised as dead. Raises OSError, also where a part is not ours."""
     remove_contents(directory, last=LOCK)
     if not remove_empty(name, parent, directory):
         raise OSError(errno.ESTALE, "somebody has renamed it; an empty directory is left", name)
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Whether the lock could be had at once; None where the file system has no locks. Raises OSError."""
+    """Try to take the lock without waiting. Returns None where the file system has no locks. Raises OSError."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -192,7 +192,7 @@ def _try_lock(descriptor: int) -> bool | None:
 
 
 def _remove_if_empty(name: str, parent: int, directory: int) -> None:
-    """One that has content by now is another process's business."""
+    """Remove the directory if it is empty. If it has content, it belongs to another process."""
     try:
         remove_empty(name, parent, directory)
     except OSError as error:
@@ -200,8 +200,8 @@ def _remove_if_empty(name: str, parent: int, directory: int) -> None:
             raise
 
 
-# The directories that this process has. A child shares a lock with its parent as long as it has the descriptor open,
-# and would keep a killed parent's directory alive.
+# The locked directories of this process. A forked child shares the lock while it has the descriptor open, and would
+# keep a killed parent's directory alive.
 _held: set[LockedDirectory] = set()
 
 

@@ -1,8 +1,8 @@
-"""Directories of ours below one in which others may make, rename and replace entries.
+"""Our own directories, below a directory where other users may make, rename and replace entries.
 
-A name can mean something else at every look, so it is looked at once: `open_owned` gives a descriptor of the directory,
-after it has seen that this is a directory and no symbolic link, that it belongs to us, and that it is no mount point.
-Everything below is reached from that descriptor (openat, unlinkat, renameat), and nothing is removed through a path.
+A name can mean something else at every lookup, so it is looked up once. `open_owned` returns a descriptor after it has
+checked the entry: a directory, no symbolic link, owned by us, and no mount point. Everything below is reached from that
+descriptor (openat, unlinkat, renameat), and nothing is removed through a path.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 Known = Callable[[str, bool, int], bool]
-"""Whether we make an entry of this name, directory or not, so many directories below (0: in the directory itself)."""
+"""Whether we make an entry of this name. Arguments: name, whether it is a directory, levels below (0: at the top)."""
 
 _READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Deeper than any tag. Every level holds a descriptor open.
 _MOST_LEVELS = 32
-# Somebody who renames a directory all the time is met at the name where it was seen sooner or later.
+# Another process may rename the directory all the time. One of this many attempts finds it under the name just seen.
 _ATTEMPTS = 100
-# Of O_TMPFILE, after which a named file cannot be made either. The rest, whatever it is, may be about nameless ones.
+# Errors of O_TMPFILE that a named file would meet as well. Other errors may concern nameless files only.
 _NO_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-# Where a path stands for a directory that is open (FUSE, NFS), they answer so when it has been removed.
+# Errors for a removed directory that is still open. FUSE and NFS, which use paths for open directories, give them.
 REMOVED = (errno.ENOENT, errno.ESTALE)
 _HIDDEN = re.compile(r"\.(nfs|fuse_hidden)[0-9A-Fa-f]+")
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a directory that the user has named, whose symbolic links are the user's. Raises OSError."""
+    """Open a directory that the user has named; symbolic links in the path are followed. Raises OSError."""
     descriptor = os.open(path, _READ_DIRECTORY)
     try:
         yield descriptor
@@ -46,7 +46,7 @@ def opened(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def owned(name: str, parent: int) -> Iterator[int]:
-    """`open_owned`, closed afterwards."""
+    """Open a directory with `open_owned` and close it at the end."""
     descriptor = open_owned(name, parent)
     try:
         yield descriptor
@@ -55,7 +55,7 @@ def owned(name: str, parent: int) -> Iterator[int]:
 
 
 def open_owned(name: str, parent: int) -> int:
-    """A descriptor of our directory `name` in the directory open as `parent`. Raises OSError where it is not ours."""
+    """Open our directory `name` in the directory open as `parent`. Raises OSError where it is not ours."""
     try:
         descriptor = os.open(name, _READ_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     except OSError as error:
@@ -72,9 +72,9 @@ def open_owned(name: str, parent: int) -> int:
 
 @contextlib.contextmanager
 def below(parts: Sequence[str], top: int, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the directory `parts` below the one open as `top`; no symbolic link is followed on the way.
+    """Open the directory `parts` below the directory open as `top`. No symbolic link is followed on the way.
 
-    `make`: what is missing is made, with the permissions that the umask gives. Raises OSError.
+    `make`: missing directories are made, with the permissions that the umask gives. Raises OSError.
     """
     descriptor = os.dup(top)
     try:
@@ -90,7 +90,7 @@ def below(parts: Sequence[str], top: int, *, make: bool = False) -> Iterator[int
 
 
 def status_of(name: str, parent: int) -> os.stat_result | None:
-    """The status of the entry itself, never of what a symbolic link leads to; None where there is none."""
+    """Return the status of the entry, None where it is missing. A symbolic link is not followed."""
     try:
         return os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def status_of(name: str, parent: int) -> os.stat_result | None:
 
 
 def is_at(name: str, parent: int, descriptor: int) -> bool:
-    """Whether the name means what is open as `descriptor`, now."""
+    """Whether the name now means the file or directory open as `descriptor`."""
     found = status_of(name, parent)
     try:
         return found is not None and os.path.samestat(found, os.fstat(descriptor))
@@ -118,8 +118,8 @@ def _is_removed(directory: int) -> bool:
 
 
 def obstacle(name: str, parent: int) -> str | None:
-    """What the entry is that no directory can be renamed to or below; None for a directory on the file system of
-    `parent`, whoever owns it, and where there is nothing. Raises OSError."""
+    """Return words for an entry that no directory can be renamed to or below. None where the entry is missing or is a
+    directory on the file system of `parent`, with any owner. Raises OSError."""
     try:
         descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     except FileNotFoundError:
@@ -136,15 +136,14 @@ def obstacle(name: str, parent: int) -> str | None:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether it is a name that NFS or FUSE gives to an open file that is unlinked. It goes when the file is closed,
-    and stays for ever where the machine or the FUSE process dies before that."""
+    """Whether NFS or FUSE gives this name to an open file that is unlinked. The name goes when the file is closed. It
+    stays for ever where the machine or the FUSE process dies before that."""
     return _HIDDEN.fullmatch(name) is not None
 
 
 def first_foreign(directory: int, known: Known, level: int = 0) -> str | None:
-    """The first entry in the directory or below that we do not make: not a regular file or directory, another's, on
-    another file system, or of a name that is neither `known` nor, for a file, `is_hidden`. None where all of them may
-    be ours."""
+    """Return the first entry in the directory or below that is not ours, None where all may be ours. Ours are regular
+    files and directories of our user on this file system. Their names are `known` or, for a file, `is_hidden`."""
     for name in sorted(os.listdir(directory)):
         found = status_of(name, directory)
         if found is None:
@@ -167,10 +166,10 @@ def first_foreign(directory: int, known: Known, level: int = 0) -> str | None:
 
 
 def remove_contents(directory: int, *, last: str | None = None, level: int = 0) -> None:
-    """Remove everything in the directory, the file `last` after all others. Whoever else removes it meanwhile may.
+    """Remove everything in the directory, the file `last` after all others. Another process may remove entries too.
 
-    A directory in it that is not ours stays with its content, and so does `last` then. Raises OSError for the first
-    that could not be removed, after the others.
+    A directory in it that is not ours stays with its content, and then `last` stays too. Raises OSError for the first
+    entry that could not be removed, after the others.
     """
     if level == _MOST_LEVELS:
         raise OSError(errno.ELOOP, "it has too many levels of directories")
@@ -188,7 +187,7 @@ def remove_contents(directory: int, *, last: str | None = None, level: int = 0) 
 
 
 def _names(directory: int) -> list[str]:
-    """What is in the directory; nothing where it has been removed itself, as a local file system has it."""
+    """List the directory. A removed directory is empty, like on a local file system."""
     try:
         return os.listdir(directory)
     except OSError as error:
@@ -207,9 +206,9 @@ def _remove_entry(name: str, directory: int, level: int) -> None:
 
 
 def remove_empty(name: str, parent: int, directory: int) -> bool:
-    """Remove the empty directory that is open as `directory`, under `name` in `parent` or whatever name it has now.
+    """Remove the empty directory open as `directory`: `name` in `parent`, or the name that it has now.
 
-    False where its name cannot be found. rmdir takes nothing but an empty directory. Raises OSError.
+    Returns False where its name cannot be found. rmdir removes only an empty directory. Raises OSError.
     """
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # renamed since it was seen
@@ -218,7 +217,7 @@ def remove_empty(name: str, parent: int, directory: int) -> bool:
                 return True
             path = present_path(directory)
             if _is_removed(directory) or (path is not None and path.endswith(" (deleted)")):
-                return True  # somebody else has removed it
+                return True  # another process has removed it
             if path is None:
                 return False
             with opened(Path(path).parent) as elsewhere:
@@ -229,7 +228,7 @@ def remove_empty(name: str, parent: int, directory: int) -> bool:
 
 
 def present_path(descriptor: int) -> str | None:
-    """The path under which the kernel knows an open file or directory; None without /proc."""
+    """Return the kernel's path of an open file or directory, None without /proc."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -237,9 +236,9 @@ def present_path(descriptor: int) -> str | None:
 
 
 def unnamed_file(directory: int) -> int | None:
-    """A descriptor, for reading and writing, of a new file (mode 0600) without a name on the directory's file system.
+    """Make a file (mode 0600) without a name on the directory's file system, and open it for reading and writing.
 
-    None where the file system has no such files (NFS, FUSE, older overlays). Raises OSError.
+    Returns None where the file system has no such files (NFS, FUSE, older overlays). Raises OSError.
     """
     try:
         return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory)
@@ -258,7 +257,7 @@ def _require_ours(name: str, parent: int, descriptor: int) -> None:
 
 
 def _on_same_mount(descriptor: int, parent: int) -> bool:
-    """The mount tells a bind mount of the same file system, whose device is the parent's."""
+    """Whether both are on one mount. A bind mount of the same file system has the same device but another mount."""
     same_device = os.fstat(descriptor).st_dev == os.fstat(parent).st_dev
     return same_device and _mount_of(descriptor) == _mount_of(parent)
 
@@ -268,7 +267,7 @@ def _not_ours(name: str, reason: str) -> OSError:
 
 
 def _mount_of(descriptor: int) -> str | None:
-    """The number of the mount through which a file was opened; None where the kernel does not say."""
+    """Return the kernel's line with the mount id of an open file, None where the kernel does not tell."""
     try:
         with open(f"/proc/self/fdinfo/{descriptor}") as lines:
             return next((line for line in lines if line.startswith("mnt_id:")), None)
@@ -277,7 +276,8 @@ def _mount_of(descriptor: int) -> str | None:
 
 
 def _owner_of_new_files(parent: int) -> int:
-    """Whom the file system takes us for: an NFS server may map us to another user. Ourselves where we cannot write."""
+    """Return the user that owns our new files: an NFS server may map us to another user. Our own id where we cannot
+    write."""
     name = None
     try:
         descriptor = unnamed_file(parent)
@@ -297,7 +297,7 @@ def _owner_of_new_files(parent: int) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One warning for a directory in which other users may make, rename or remove entries.
+# One warning for a directory where other users may make, rename or remove entries.
 
 _log = logging.getLogger("ds_slide")
 _said: set[tuple[int, int]] = set()
@@ -305,7 +305,7 @@ _said: set[tuple[int, int]] = set()
 
 
 def warn_if_writable_by_others(directory: int, path: Path, json_path: str) -> None:
-    """Warn, once a process and machine, when others may write to the directory that is open as `directory`."""
+    """Warn, once a process and machine, when other users may write to the directory open as `directory`."""
     status = os.fstat(directory)
     key = (status.st_dev, status.st_ino)
     others = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid))
@@ -327,7 +327,7 @@ def warn_if_writable_by_others(directory: int, path: Path, json_path: str) -> No
 
 
 def _is_private(group: int) -> bool:
-    """Whether this is a group that has our user's name and no other member, as many systems give to each user."""
+    """Whether the group has our user's name and no other member. Many systems make such a group for each user."""
     try:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except (KeyError, OSError):

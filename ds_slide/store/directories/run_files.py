@@ -1,8 +1,8 @@
-"""The files of a run, which have no name, and the directories that are made for them.
+"""The nameless files of a run, and the directories that are made for them.
 
-A file without a name is gone with the last process that has it open, however that ends, and nobody else can reach it.
-It is made so (O_TMPFILE). A file system without such files (NFS, FUSE, older overlays) gets a file that is unlinked
-as soon as it is open. NFS and FUSE keep an unlinked file under another name until it is closed, also by a kill.
+A nameless file is gone with the last process that has it open, also after a kill, and no other process can reach it. It
+is made without a name (O_TMPFILE). On a file system without such files (NFS, FUSE, older overlays) a named file is
+unlinked as soon as it is open. NFS and FUSE keep an unlinked file under another name until it is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRIAL = b"\xa5" * 4096
 class RunFile:
     """A new file, open for reading and writing as `descriptor`; the caller of `make` closes it.
 
-    `label`: for messages, the path under which `lsof +L1` and /proc show it.
+    `label`: the path that `lsof +L1` and /proc show, for messages.
     """
 
     descriptor: int
@@ -33,9 +33,9 @@ class RunFile:
 
 
 class RunFiles:
-    """The files of this run below `parent`, which is made when it is missing; `path` is its absolute path.
+    """The files of this run below `parent`, which is made when it is missing. `path` is its absolute path.
 
-    `json_path` is named in errors: the key of the JSON that says `parent`. Raises SlideError where no file can be made.
+    `json_path`: the JSON key that sets `parent`, for errors. Raises SlideError where no file can be made.
     """
 
     def __init__(self, parent: Path, *, json_path: str = "ds_slide.nvme_path") -> None:
@@ -49,7 +49,7 @@ class RunFiles:
             raise self._cannot_be_used(error) from error
 
     def make(self, name: str) -> RunFile:
-        """A new, empty file; `name`: for messages where the system does not tell another."""
+        """Make an empty file. `name` stands in messages where the system tells no path."""
         try:
             with opened(self.path) as parent:
                 descriptor = unnamed_file(parent)
@@ -70,8 +70,8 @@ class RunFiles:
 
 
 def _unlinked_file(parent: int) -> int:
-    """A file in the directory open as `parent` that has lost its name. Raises OSError, also where it then does not give
-    back what is written to it."""
+    """Make and unlink a file in the directory open as `parent`. Raises OSError, also where the unlinked file does not
+    return what was written to it."""
     name = f".ds_slide-{secrets.token_hex(6)}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(name, flags, 0o600, dir_fd=parent)
@@ -87,7 +87,7 @@ def _unlinked_file(parent: int) -> int:
 
 
 def missing_directories(paths: Iterable[Path]) -> list[Path]:
-    """What would have to be made for `paths` to be there, each above those in it."""
+    """Return the directories that are missing for `paths`, outer directories first."""
     missing: list[Path] = []
     for path in paths:
         absolute = Path(os.path.abspath(path.expanduser()))
@@ -96,7 +96,7 @@ def missing_directories(paths: Iterable[Path]) -> list[Path]:
 
 
 def remove_if_empty(directories: Iterable[Path]) -> None:
-    """Remove `directories`, which a refused run has made, the innermost first, unless they hold something by now."""
+    """Remove the empty ones of `directories`, which a refused run has made, the innermost first."""
     for directory in reversed(list(directories)):
         with contextlib.suppress(OSError):
             directory.rmdir()

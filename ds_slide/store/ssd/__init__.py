@@ -1,1 +1,1 @@
-"""The SSD tier: state files, what lies where in them, and the checks of what is read."""
+"""The SSD tier: state files, their layout, and the checks of reads."""

@@ -16,14 +16,14 @@ from ds_slide.store.directories.run_files import RunFiles
 SECONDS = 0.3
 REQUEST_BYTES = 2 << 20
 DEPTH = 16
-# Larger than what a disk's own cache would hide in a third of a second, small enough to be written first in about as
-# long: space that was never written is read without the disk.
+# The file is larger than a disk's own cache could hide in a third of a second. It is written first, in about the same
+# time, because space that was never written is read without the disk.
 FILE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Bytes per second: of reads alone, of writes alone, and of both taking turns. `direct`: without the page cache."""
+    """Bytes per second of reads alone, of writes alone, and of both in turn. `direct`: without the page cache."""
 
     read: float
     write: float
@@ -33,16 +33,16 @@ class Bandwidths:
 
 
 def mixed_bandwidth(files: RunFiles, backend: str, seconds: float = SECONDS) -> float:
-    """Bytes per second, reads and writes taking turns with DEPTH requests in flight. OSError from the filesystem.
+    """Measure bytes per second of reads and writes in turn, with DEPTH requests in flight. Raises OSError.
 
-    Makes FILE_BYTES in one of `files` for the time of the measurement.
+    Makes a file of FILE_BYTES with `files` for the time of the measurement.
     """
     with _full_file(files, backend) as (_, _, rate):
         return rate("mixed", seconds)
 
 
 def bandwidths(files: RunFiles, backend: str, seconds: float = SECONDS) -> Bandwidths:
-    """As `mixed_bandwidth`, each way by itself, too."""
+    """Measure like `mixed_bandwidth`, and reads and writes alone as well."""
     with _full_file(files, backend) as (engine, file, rate):
         read, write, mixed = (rate(pattern, seconds) for pattern in ("read", "write", "mixed"))
         return Bandwidths(read, write, mixed, engine.is_direct(file), engine.backend)
@@ -50,7 +50,7 @@ def bandwidths(files: RunFiles, backend: str, seconds: float = SECONDS) -> Bandw
 
 @contextmanager
 def _full_file(files: RunFiles, backend: str) -> Iterator[tuple[_native.IoEngine, int, Callable[[str, float], float]]]:
-    """An engine, its file, all of which is written, and a function that measures a pattern for so many seconds."""
+    """Yield an engine, its completely written file, and a function that measures a pattern for some seconds."""
     trial = files.make("bandwidth")
     slab = _native.Slab(DEPTH * REQUEST_BYTES, False, False)
     engine = _native.IoEngine(backend, DEPTH, REQUEST_BYTES)  # type: ignore[arg-type]
@@ -72,16 +72,16 @@ def _full_file(files: RunFiles, backend: str) -> Iterator[tuple[_native.IoEngine
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A load on one file through the I/O engine, and what came of it: how a disk is measured, at the start of a run with
-# several of them and in benchmarks.
+# A load on one file through the I/O engine, and its result. Disks are measured so in benchmarks and at the start of a
+# run with several disks.
 
-# A disk that answers nothing for so long is broken, or the engine lost a request.
+# After this long without an answer the disk is broken, or the engine lost a request.
 LONGEST_WAIT_S = 60.0
 
 
 @dataclass
 class Sample:
-    """One timed load: bytes, seconds, and the latency of every request in seconds (or only two percentiles of them)."""
+    """One timed load: bytes, seconds, and the latency of every request in seconds (or only two percentiles)."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -97,11 +97,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of `request_bytes` one after the other through the file, `ahead` of them handed over at once.
+    """Requests of `request_bytes` in sequence through the file, with `ahead` of them submitted at once.
 
-    `pattern`: "read", "write", or "mixed", where every second one is a write; the two then have a half of the file
-    each, because a request must not wait for another one on the same bytes. `begin_bytes`: where in the file, or in
-    each of its halves, the pattern begins.
+    `pattern`: "read", "write", or "mixed". In "mixed" every second request is a write, and reads and writes have half
+    of the file each, because a request must not wait for another one on the same bytes. `begin_bytes`: where the
+    pattern begins in the file or in each half.
     """
 
     pattern: str
@@ -130,15 +130,14 @@ def put_load(
     seconds: float = float("inf"),
     requests: int | None = None,
 ) -> Sample:
-    """Run `load` for about `seconds`, or so many requests. `file`: of `engine`. `memory`: address and number of
-    buffers of `request_bytes`, used in turn by whatever is under way: what they hold means nothing. OSError when the
-    disk fails.
+    """Run `load` for about `seconds`, or for `requests` requests. `file`: its number in `engine`. `memory`: address and
+    number of buffers of `request_bytes`, with any content. Raises OSError when the disk fails.
 
-    A request that was handed over is waited for, and counts; its wait in the engine's queue is part of its latency.
+    Every submitted request is waited for and counts. Its wait in the engine's queue is part of its latency.
     """
     address, count = memory
-    # A buffer is one request's alone where there are enough of them: requests that end out of order would share those
-    # of a plain cycle, and what one reads is not what another one has to write.
+    # With enough buffers each request has its own. Requests that end out of order would share buffers of a plain
+    # cycle, and a read would overwrite the bytes of a write.
     free = deque(address + index % count * load.request_bytes for index in range(max(count, load.ahead)))
     sample = Sample()
     most = 1 << 60 if requests is None else requests
@@ -176,7 +175,7 @@ def put_load(
 
 
 def _next_done(engine: _native.IoEngine) -> int:
-    """Token of the next finished transfer. OSError when the disk fails, or answers nothing."""
+    """Return the token of the next finished transfer. Raises OSError when the disk fails or does not answer."""
     done = engine.next(LONGEST_WAIT_S)
     if done is None:
         raise OSError(errno.ETIMEDOUT, f"no request finished within {LONGEST_WAIT_S:g} s")

@@ -1,14 +1,12 @@
-"""Checksums of an SSD store: what is read is what was written last, or the run stops.
+"""Checksums of an SSD store: a read returns the bytes written last, or the run stops.
 
-One CRC32C for each page of 4 KiB, because that is what every transfer is a multiple of: whatever part of an extent is
-read or written, its sums are known, and nothing around it has to be. 4 bytes a page are a thousandth of what is on SSD.
-They stay in host memory, as the files do not outlive the run, so that a page that came from another offset or from an
-older write is found as well.
+Each page of 4 KiB has one CRC32C, because every transfer is a multiple of a page. So any part of an extent can be read
+or written without the pages around it. 4 bytes a page are a thousandth of the bytes on SSD. The sums stay in host
+memory, because the files do not outlive the run. So a page from another offset or from an older write is found as well.
 
-Who computes: the thread that hands a write over, before it does; the thread that waits for a read, or for reads that
-nobody waits for the one of `CheckThread`; each with the help of `threads` of this object. Never the thread that takes
-completions from the disk. An entry of the table belongs to whoever has its page in a transfer: no page is in two
-transfers at once unless both read.
+The thread that submits a write computes its sums first. A read is checked by the thread that waits for it, or else by
+`CheckThread`. All of them share the `threads` of this object. The thread that takes completions from the disk never
+computes. An entry of the table belongs to the transfer of its page: two transfers share a page only if both read.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.ssd.extents import PAGE
 
-# Of one thread: 23 GB/s from its cache, 8 from memory, measured on a server processor of 2.5 GHz. Four keep up with any
-# disks that a machine has, and leave the cores to the update otherwise.
+# One thread sums 23 GB/s from its cache and 8 GB/s from memory, measured on a server processor of 2.5 GHz. Four threads
+# keep up with the disks of any machine, and leave the other cores to the update.
 MOST_THREADS = 4
 
 _Then = Callable[[], None]
 
 
 class PageSums:
-    """The checksums of a store. `table`: as in `extend`. `threads`: that may share the work of one call; calls run one
-    after the other. SlideError where they cannot be started."""
+    """The checksums of a store. `table`: see `extend`. `threads`: the threads that share the work of one call. Calls
+    run one after the other. Raises SlideError where the threads cannot be started."""
 
     def __init__(self, table: torch.Tensor, threads: int) -> None:
         try:
@@ -46,18 +44,18 @@ class PageSums:
         self._pages = 0
         self.extend(table)
         self.is_on = True
-        """A benchmark may change it at any time: what is written meanwhile is not known, and passes every check."""
+        """A benchmark may change this at any time. Pages written while it is False pass every check."""
         self._lock = threading.Lock()  # guards what follows
         self._bytes = 0
         self._seconds = 0.0
 
     def end_threads(self) -> None:
-        """End the threads at once, whoever may keep this object. Nothing can be done with it afterwards."""
+        """End the threads at once, even while other objects refer to this one, which cannot be used afterwards."""
         del self._workers
 
     def extend(self, table: torch.Tensor) -> None:
-        """The store has got more pages. `table`: int32 [of them], whose content does not matter: they are zeros. Others
-        may be using the pages from before meanwhile."""
+        """Add the sums of new pages, which hold zeros. `table`: int32 [pages] with any content. Other threads may use
+        the older pages meanwhile."""
         zeros = torch.zeros(PAGE, dtype=torch.uint8)
         _native.page_sums(self._workers, zeros.data_ptr(), PAGE, table.data_ptr())
         table[1:].fill_(table[0])
@@ -65,7 +63,7 @@ class PageSums:
         self._pages += table.numel()
 
     def keep(self, offset: int, address: int, nbytes: int) -> None:
-        """`nbytes` at `address` are about to be written at byte `offset` of the store."""
+        """Keep the sums of `nbytes` at `address`, which are about to be written at byte `offset` of the store."""
         if not self.is_on:
             self._sums_from(offset)[: nbytes // PAGE].zero_()
             return
@@ -74,8 +72,8 @@ class PageSums:
         self._count(nbytes, started)
 
     def first_wrong(self, offset: int, address: int, nbytes: int) -> int | None:
-        """First byte of the first page that is not as it was written; `nbytes` at `address` have been read from byte
-        `offset` of the store."""
+        """Return the first byte of the first page that differs from the last write. `nbytes` at `address` have been
+        read from byte `offset` of the store."""
         if not self.is_on:
             return None
         started = time.perf_counter()
@@ -84,7 +82,7 @@ class PageSums:
         return None if page is None else offset + page * PAGE
 
     def statistics(self) -> dict[str, int | float]:
-        """checked_bytes: written and read so far; checked_s: seconds that callers spent on them, all together."""
+        """Return checked_bytes (written and read so far) and checked_s (seconds of all callers together)."""
         with self._lock:
             return {"checked_bytes": self._bytes, "checked_s": self._seconds}
 
@@ -104,10 +102,10 @@ class PageSums:
 
 
 class CheckThread:
-    """Checks what has been read for somebody who does not wait for it, and calls on; what is urgent first.
+    """Checks reads that no thread waits for, urgent ones first, and then calls `then`.
 
-    Each hand-over has an own `check`, which raises if something is wrong, and an own `then`. `failed`: is given what
-    either of them raises. The memory belongs to the transfer until `then`.
+    Each job has its own `check`, which raises where bytes are wrong, and its own `then`. `failed` gets the error that
+    either raises. The memory belongs to the transfer until `then`.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
@@ -121,7 +119,7 @@ class CheckThread:
         self._jobs.put((1 if urgent else 2, next(self._numbers), check, then))
 
     def close(self) -> None:
-        """Drop what has not begun and end the thread; called once."""
+        """Drop the jobs that have not begun, and end the thread. Called once."""
         self._jobs.put((0, 0, _nothing, _nothing))
         if threading.current_thread() is not self.thread:
             self.thread.join()
@@ -136,8 +134,8 @@ class CheckThread:
                 then()
             except BaseException as error:
                 self._failed(error)
-            check = then = _nothing  # while this waits for the next job, it must not keep alive what the last one knew
+            check = then = _nothing  # the wait for the next job must not keep objects of the last one alive
 
 
 def _nothing() -> None:
-    """What the job that ends the thread does."""
+    """Do nothing. The job that ends the thread needs a function."""

@@ -37,7 +37,7 @@ _log = logging.getLogger("ds_slide")
 
 @dataclass(frozen=True)
 class Part:
-    """`nbytes` at byte `offset` of the store and at `address` in memory; all multiples of 4096."""
+    """`nbytes` at byte `offset` of the store and at `address` in memory. All are multiples of 4096."""
 
     offset: int
     address: int
@@ -46,8 +46,8 @@ class Part:
 
 @dataclass(frozen=True)
 class _RegionFile:
-    """The file of a region on one mount. `number`: in the I/O engine, None where the mount gets nothing. `label`: for
-    messages. `is_direct`: whether O_DIRECT works."""
+    """The file of a region on one mount. `number`: its number in the I/O engine, None where the mount gets no bytes.
+    `label`: its path for messages. `is_direct`: whether O_DIRECT works."""
 
     number: int | None
     label: str
@@ -65,8 +65,8 @@ class _Region:
 
 @dataclass
 class _Transfer:
-    """A transfer that is under way. Either `then` follows it, or a thread waits for `told`, which is set in every case,
-    after `error`. `to_check`: what is read, where sums are kept."""
+    """A transfer that is under way. Either `then` follows it, or a thread waits for `told`, which is always set, after
+    `error`. `to_check`: the parts of a read, where sums are kept."""
 
     then: Callable[[], None] | None = None
     told: threading.Event | None = None
@@ -79,21 +79,21 @@ class SsdStore:
     """`nbytes` bytes of logical address space, striped over a file in each of `parents`, and more with `extend`.
 
     parents: (JSON path for messages, directory). Each gets a file (RunFiles) and its part of the space, in proportion
-    to its bandwidth, which is measured when there are several. `name`: of these files.
+    to its bandwidth, which is measured when there are several. `name`: the name of these files.
 
-    fail: is given the first error of an asynchronous transfer, once, on the thread that found it. From then on none is
-    followed by its `then`, neither those that were under way nor new ones, and those that a thread waits for raise.
-    Whoever waits for a `then` must also watch for `fail`.
+    fail: called once with the first error of an asynchronous transfer, on the thread that found it. From then on no
+    `then` is called, also for transfers under way, and waits for a transfer raise. A thread that waits for a `then`
+    must also watch for `fail`.
 
-    sums: of the pages of this store; with them, bytes that are read and are not those that were written last are such
-    an error, also where a thread waits for them. None: no checks. what_lies_at: names the content of a byte offset.
+    sums: the checksums of the pages, None for no checks. Bytes that differ from the last write are an error for
+    `fail`, also where a thread waits for them. what_lies_at: names the content of a byte offset.
 
-    delay: called before every submit (on the caller's thread), before every completion is delivered (on the completion
-    thread) and before every check of a read that nobody waits for, for race tests.
+    delay: for race tests. Called before every submit (on the caller's thread), before every completion is delivered (on
+    the completion thread) and before every check of a read that no thread waits for.
 
-    waiting: around the wait of a thread in `read_now` or `write_now`, given what it waits for.
+    waiting: the context of a wait in `read_now` or `write_now`, called with words for what is awaited.
 
-    SlideError where a directory cannot be used, has too little space, or the backend does not work.
+    Raises SlideError where a directory cannot be used, has too little space, or the backend does not work.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class SsdStore:
         atexit.register(self.close)
 
     def extend(self, name: str, nbytes: int, table: torch.Tensor | None) -> int:
-        """Make `nbytes` more, a multiple of a page, in files called `name` (one of `run_directory.FILES`). `table`: for
-        their sums (`PageSums.extend`), where there are sums. No part may begin before them and end in them. -> the
-        offset of the first of them. SlideError where there is too little space; the rest is as before then."""
+        """Add `nbytes`, a multiple of a page, in files called `name`, and return the offset of the first byte. `table`:
+        memory for their sums (`PageSums.extend`), where there are sums. No part may begin before the new bytes and end
+        in them. Raises SlideError where there is too little space, and leaves the store unchanged then."""
         start = self.nbytes
         self._check_space(nbytes)
         self._add_region(name, nbytes)
@@ -164,38 +164,38 @@ class SsdStore:
         return start
 
     def read(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
-        """Fill memory from the store; `then` runs when all parts are there and are what was written: on the completion
-        thread, or where sums are kept on the one that checks.
+        """Fill memory from the store. `then` runs when all parts are there and checked: on the completion thread, or on
+        the check thread where sums are kept.
 
-        `then` must be short and must neither block nor raise. `urgent`: before all that is not. The memory belongs to
-        the transfer until then. SlideError once the store is closed.
+        `then` must be short and must neither block nor raise. `urgent` transfers go before the others. The memory
+        belongs to the transfer until `then`. Raises SlideError once the store is closed.
         """
         self._submit(False, parts, _Transfer(then), urgent)
 
     def write(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
-        """Write as `read` reads, from memory to the store. `then` runs on the completion thread. The sums of what is
-        written are computed before this returns."""
+        """Write from memory to the store, like `read`. `then` runs on the completion thread. The sums of the bytes are
+        computed before this returns."""
         self._submit(True, parts, _Transfer(then), urgent)
 
     def read_now(self, parts: Sequence[Part]) -> None:
-        """Fill memory from the store and return when it is done; before all that is not urgent.
+        """Fill memory from the store and return when it is done. The transfer is urgent.
 
-        From any thread but the store's own. SlideError when it fails; that error is the caller's alone, unless the
-        bytes are not those that were written, which is one of the store.
+        Any thread but the store's own may call it. Raises SlideError when it fails. `fail` gets the error too if the
+        bytes differ from the last write.
         """
         self._wait(False, parts)
 
     def write_now(self, parts: Sequence[Part]) -> None:
-        """Write as `read_now` reads, from memory to the store."""
+        """Write from memory to the store, like `read_now`."""
         self._wait(True, parts)
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Keep these pages, which must stay mapped until `close`, at hand for the kernel; False where it declines."""
+        """Register these pages with the kernel. They must stay mapped until `close`. False where it declines."""
         return self._io.register_memory(address, nbytes)
 
     def statistics(self) -> dict[str, Any]:
-        """The statistics of `_native.IoEngine.stats`, and by mount: paths (as `lsof +L1` shows them), direct (O_DIRECT
-        works), weights (sum 1)."""
+        """Return the statistics of `_native.IoEngine.stats`, and by mount: paths (for `lsof +L1`), direct (whether
+        O_DIRECT works), weights (sum 1)."""
         return {
             **self._io.stats(),
             **({} if self._sums is None else self._sums.statistics()),
@@ -207,13 +207,13 @@ class SsdStore:
 
     @property
     def descriptors(self) -> list[int]:
-        """Descriptors of the state files, until `close`. They may have O_DIRECT set, so whoever wants to look at a
-        file, which most often has no name, opens /proc/<pid>/fd/<descriptor>."""
+        """Descriptors of the state files, until `close`. They may have O_DIRECT set, and most files have no name. Open
+        /proc/<pid>/fd/<descriptor> to look at a file."""
         return [file.descriptor for file, _ in self._state_files]
 
     def undo(self) -> None:
-        """The run that it is for is refused, and it is closed: end the threads of the sums, which the frames of
-        an error would keep alive, and remove those of `parents` that were made and are empty."""
+        """Clean up after a refused run, once the store is closed. Ends the threads of the sums, which the frames of an
+        error would keep alive, and removes the empty directories that were made for `parents`."""
         if self._sums is not None:
             self._sums.end_threads()
         remove_if_empty(self._made)
@@ -221,7 +221,7 @@ class SsdStore:
     def close(self) -> None:
         """Wait for the requests in flight, drop the others, close the files. A second call does nothing.
 
-        No `then` runs after it; threads in `read_now` and `write_now` get an error.
+        No `then` runs afterwards. Threads in `read_now` and `write_now` get an error.
         """
         if os.getpid() != self._owner:
             return
@@ -238,7 +238,7 @@ class SsdStore:
         self._discard()
 
     def _weigh(self, backend: str) -> list[float]:
-        """Bandwidths of the mounts; only their ratios matter."""
+        """Return the bandwidths of the mounts. Only their ratios matter."""
         if len(self._places) == 1:
             return [1.0]
         weights = []
@@ -252,11 +252,11 @@ class SsdStore:
         return weights
 
     def _sizes(self, nbytes: int) -> Iterator[tuple[str, RunFiles, int]]:
-        """The JSON path and the place of each mount, and how many of `nbytes` go there."""
+        """Return the JSON path, the place and the share of `nbytes` of each mount."""
         return zip(self._json_paths, self._places, self._striping.file_sizes(nbytes), strict=True)
 
     def _check_space(self, nbytes: int) -> None:
-        """Refuse what does not fit before any of it is allocated; mounts may share a filesystem."""
+        """Raise SlideError where `nbytes` do not fit, before any file is made. Mounts may share a filesystem."""
         needs: Counter[int] = Counter()
         for json_path, place, share in self._sizes(nbytes):
             device = place.path.stat().st_dev
@@ -266,7 +266,7 @@ class SsdStore:
                 raise SlideError(_too_little(json_path, place.path, needs[device], free))
 
     def _add_region(self, name: str, nbytes: int) -> None:
-        """Make `nbytes` more, in files called `name`, for which there is space."""
+        """Add `nbytes` in files called `name`, after `_check_space`."""
         made: list[tuple[RunFile, int]] = []
         try:
             files = [self._open(name, made, *mount) for mount in self._sizes(nbytes)]
@@ -275,7 +275,7 @@ class SsdStore:
                 os.ftruncate(file.descriptor, 0)  # the I/O engine has it open until the end
                 os.close(file.descriptor)
             raise
-        # Now that all have their lengths, which completions look at.
+        # The files count only now: all have the lengths that completions compare.
         self._state_files.extend(made)
         self._regions.append(_Region(self.nbytes, nbytes, files))
         self.nbytes += nbytes
@@ -283,15 +283,15 @@ class SsdStore:
     def _open(
         self, name: str, made: list[tuple[RunFile, int]], json_path: str, place: RunFiles, size: int
     ) -> _RegionFile:
-        """Make a file called `name` for `size` bytes. It is added to `made`, with its length."""
+        """Make a file called `name` for `size` bytes, and add it to `made` with its length."""
         if size == 0:
             if not self._regions:
                 _log.warning("%s: %s is so much slower than the others that it is left out", json_path, place.path)
             return _RegionFile(None, str(place.path), False)
         file = place.make(name)
         try:
-            # One page more than is ever written: a file that was cut never gets its length back by later writes, whose
-            # holes would otherwise be read as zeros.
+            # One page more than is ever written: later writes never restore the length of a file that was cut.
+            # Otherwise its holes would be read as zeros.
             number = self._io.open(file.label, size + PAGE, file.descriptor)
         except BaseException as error:
             os.close(file.descriptor)
@@ -320,7 +320,7 @@ class SsdStore:
         token = next(self._tokens)
         with self._lock:
             if self._failure is not None and transfer.told is None:
-                return  # `fail` has been told: the engine ends with that error, and not with one of whoever asks next
+                return  # `fail` has the first error: the engine ends with that one, not with a later one
             if self._failure is not None:
                 raise SlideError(f"SSD tier: stopped by an earlier error: {self._failure}") from self._failure
             if self._closed:
@@ -333,7 +333,8 @@ class SsdStore:
                 raise
 
     def _pieces(self, parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
-        """What the engine is to move. ValueError for a part outside the store, which would make a file grow."""
+        """Return the pieces of files for `parts`. Raises ValueError for a part outside the store, which would make a
+        file grow."""
         pieces = []
         for part in parts:
             region = self._region_at(part.offset)
@@ -355,8 +356,8 @@ class SsdStore:
         self._submit(write, parts, transfer, urgent=True)
         assert transfer.told is not None
         with self._waiting("states to be written to SSD" if write else "states to be read from SSD"):
-            # Every transfer is told, also when the store fails or is closed. No failure of a lane ends this wait: until
-            # then the disk may write to the caller's memory.
+            # `told` is set for every transfer, also when the store fails or is closed. No failure of a lane ends this
+            # wait: until then the disk may write to the caller's memory.
             transfer.told.wait()
         if transfer.error is not None:
             raise transfer.error
@@ -367,7 +368,7 @@ class SsdStore:
             raise
 
     def _check(self, parts: Sequence[Part]) -> None:
-        """SlideError if what has been read is not what was written. Not on the completion thread."""
+        """Raise SlideError if the bytes read differ from the last write. Not for the completion thread."""
         for part in parts:
             assert self._sums is not None
             wrong = self._sums.first_wrong(part.offset, part.address, part.nbytes)
@@ -385,8 +386,7 @@ class SsdStore:
         )
 
     def _checked(self, transfer: _Transfer) -> None:
-        """Check what was read, on the thread for that, after the completion thread: the memory of the read is this
-        one's alone."""
+        """Check a read on the check thread. The completion thread is done with the memory of the read."""
         self._delay()
         self._check(transfer.to_check)
 
@@ -395,11 +395,11 @@ class SsdStore:
             then()
 
     def _run(self) -> None:
-        """The completion thread: until the engine is closed and has told of every transfer."""
+        """Run the completion thread until the engine is closed and has reported every transfer."""
         try:
             while (finished := self._io.next(None)) is not None:
                 self._deliver(*finished)
-        except BaseException as error:  # nobody would hear of any transfer again, and of no reason
+        except BaseException as error:  # no transfer would be reported any more, and no reason given
             self._record(error)
             raise
 
@@ -407,7 +407,7 @@ class SsdStore:
         with self._lock:
             transfer = self._transfers.pop(token)
         if message is None:
-            # After the transfer: what it has read was read from a whole file.
+            # The check comes after the transfer: then the transfer has read a whole file.
             message, error = self._cut_file(), 0
         if message is not None:
             transfer.error = SlideError(f"SSD tier: {message}; {_advice(error)}")
@@ -427,7 +427,7 @@ class SsdStore:
                 transfer.told.set()
 
     def _cut_file(self) -> str | None:
-        """The error for a state file that is shorter than it was made."""
+        """Return the error for a state file that has become shorter, None if all have their lengths."""
         for file, nbytes in self._state_files:
             found = os.fstat(file.descriptor).st_size
             if found < nbytes:
@@ -436,7 +436,7 @@ class SsdStore:
         return None
 
     def _record(self, error: BaseException) -> None:
-        """Tell `fail` of the first error; those of a store being closed are its own doing."""
+        """Call `fail` with the first error. Errors while the store closes are expected and dropped."""
         with self._lock:
             first = self._failure is None and not self._closed
             if first:
@@ -452,7 +452,7 @@ class SsdStore:
 
 
 def _engine(backend: str, queue_depth: int | None, mounts: int, request_bytes: int) -> _native.IoEngine:
-    """A new I/O engine. `queue_depth`: None for one that is measured."""
+    """Make an I/O engine. `queue_depth`: None for a measured depth."""
     low_depth = None
     if queue_depth is None:
         queue_depth, low_depth = (min(depth * mounts, MOST_DEPTH) for depth in (HIGH_DEPTH, LOW_DEPTH))
@@ -476,8 +476,8 @@ def _unusable(json_path: str, path: str, error: Exception) -> SlideError:
 
 
 def _advice(error: int) -> str:
-    """What to do about the fault of a file. Said here alone: the I/O engine says what has happened, and whoever stops
-    the run that it has to resume from a checkpoint."""
+    """Return advice for an error of a file. The I/O engine's message tells what happened. The stop of the run tells to
+    resume from a checkpoint."""
     if error in (errno.ENOSPC, errno.EDQUOT):
         return "free space there, name a further directory on another disk, or raise ds_slide.host_memory"
     if error == errno.EFBIG:

@@ -1,8 +1,8 @@
 """States on SSD: the parts of a unit that are in the state file, behind the interface of `ds_slide.store.tiers`.
 
-What an update or the GPU needs is read into pooled host buffers and written back from there; they are handed out by
-`Buffers`, which the runtime implements (`ds_slide.runtime.ssd.buffers`). One state buffer at a time is also read
-and written piecewise, for readers and checkpoints.
+States for an update or the GPU are read into pooled host buffers and written back from there. `Buffers`, which the
+runtime implements (`ds_slide.runtime.ssd.buffers`), hands them out. Readers and checkpoints also read and write one
+state buffer at a time, in pieces.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways,
 
 Then = Callable[[], None]
 ChunkKey = tuple[int, int]
-"""(order of the unit, number of the chunk)"""
-# Of one state buffer at a time, for readers and checkpoints: 64 MiB keep the disk busy and are small beside one block.
+"""(index of the unit, number of the chunk)"""
+# The most bytes that readers and checkpoints transfer at once: 64 MiB keep the disk busy and are small beside a block.
 BOUNCE_BYTES = 64 << 20
 Key = TypeVar("Key")
 
@@ -55,7 +55,7 @@ class Buffers(Protocol[Key]):
 
 
 def page_buffer(nbytes: int) -> torch.Tensor:
-    """uint8 tensor of whole pages for `nbytes` bytes, page aligned, freed with the tensor."""
+    """Return a page-aligned uint8 tensor of whole pages for `nbytes` bytes. It owns its memory."""
     from ds_slide import _native
 
     size = whole_pages(nbytes)
@@ -63,7 +63,8 @@ def page_buffer(nbytes: int) -> torch.Tensor:
 
 
 def _bounce(offset: int, nbytes: int) -> tuple[Part, torch.Tensor, torch.Tensor]:
-    """(transfer of the whole pages around `nbytes` bytes at `offset`, its buffer, the view of these bytes in it)."""
+    """Return the transfer of the whole pages around `nbytes` bytes at `offset`, its buffer, and a view of these
+    bytes."""
     first = offset // PAGE * PAGE
     buffer = page_buffer(offset + nbytes - first)
     return Part(first, buffer.data_ptr(), buffer.numel()), buffer, buffer[offset - first : offset - first + nbytes]
@@ -72,7 +73,7 @@ def _bounce(offset: int, nbytes: int) -> tuple[Part, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class OnSsd:
     """A `StateBuffer` in pieces of `per_piece` items, the last one shorter, at `offsets` in the store. Transfers of
-    whole chunks and weights pass it by, so nothing of it may be under way."""
+    whole chunks and weights do not use it, so none of its bytes may be in such a transfer."""
 
     store: SsdStore
     dtype: torch.dtype
@@ -96,7 +97,7 @@ class OnSsd:
         return None
 
     def read(self, items: slice) -> torch.Tensor:
-        """A new tensor."""
+        """Return a new tensor."""
         out = torch.empty(items.stop - items.start, dtype=self.dtype)
         flat = out.view(torch.uint8)
         for at, offset, nbytes in self._runs(items, BOUNCE_BYTES):
@@ -106,7 +107,7 @@ class OnSsd:
         return out
 
     def write(self, items: slice, values: torch.Tensor) -> None:
-        """What lies around the items in their pages is read first and kept."""
+        """Write items. The bytes around them in their pages are read first and kept."""
         flat = values.detach().to(device="cpu", dtype=self.dtype).contiguous().view(-1).view(torch.uint8)
         for at, offset, nbytes in self._runs(items, BOUNCE_BYTES):
             part, buffer, inner = _bounce(offset, nbytes)
@@ -116,14 +117,14 @@ class OnSsd:
             self.store.write_now([part])
 
     def transfers(self, buffer_bytes: int) -> Iterator[tuple[slice, Callable[[torch.Tensor], Part]]]:
-        """(bytes of the state buffer, what makes their transfer with a buffer) of all of it, for buffers of so many
-        bytes, whole pages. The bytes are at the beginning of the buffer, and what is behind them in the last page
-        belongs to nobody."""
+        """Yield (bytes of the state buffer, function that makes their transfer with a buffer), until all bytes are
+        covered. `buffer_bytes`: bytes of a buffer, whole pages. The bytes are at its beginning, and the rest of the
+        last page is unused."""
         for at, offset, nbytes in self._runs(slice(0, self.numel), buffer_bytes):
             yield slice(at, at + nbytes), functools.partial(_whole_pages_at, offset, nbytes)
 
     def _runs(self, items: slice, most_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """(byte in `items`, logical byte offset, bytes) of runs that lie in one piece, of `most_bytes` at most."""
+        """Yield (byte in `items`, byte offset in the store, bytes) of spans in one piece, of at most `most_bytes`."""
         size, item = self.dtype.itemsize, items.start
         while item < items.stop:
             piece, within = divmod(item, self.per_piece)
@@ -137,14 +138,14 @@ def _whole_pages_at(offset: int, nbytes: int, buffer: torch.Tensor) -> Part:
 
 
 def in_one_piece(store: SsdStore, dtype: torch.dtype, numel: int, offset: int) -> OnSsd:
-    """A state buffer that lies in one piece: weights or a held gradient."""
+    """Return a state buffer that lies in one piece: weights or a held gradient."""
     return OnSsd(store, dtype, numel, numel, (offset,))
 
 
 @dataclass(frozen=True)
 class SsdWeights:
-    """`Weights` on SSD. `buffers` hold those of whole units, by their order. `urgent`: updates may displace what the
-    GPU needs soon."""
+    """`Weights` on SSD. `order`: the unit's index. `buffers` hold the weights of whole units, by index. `urgent`:
+    updates may displace weights that the GPU needs soon."""
 
     order: int
     buffer: OnSsd
@@ -153,7 +154,7 @@ class SsdWeights:
     requests: Requests
 
     def load(self, buffer: torch.Tensor, then: Then) -> None:
-        """Read them all; the GPU waits for it. The buffer belongs to the transfer until `then`."""
+        """Read all weights into `buffer`, which belongs to the transfer until `then`. The GPU waits for them."""
         whole = self._part(slice(0, self.buffer.numel), buffer)
         then = self.requests.around("weights read", self.order, buffer.nbytes, then)
         self.buffer.store.read([whole], then, urgent=True)
@@ -172,7 +173,7 @@ class SsdWeights:
         )
 
     def put_back(self, span: slice) -> None:
-        """`span` starts at a whole page."""
+        """Write the updated `span`, which starts at a whole page."""
         buffer = self.buffers.begin_write(self.order)
         self.buffers.release(self.order)
         nbytes = (span.stop - span.start) * self.buffer.dtype.itemsize
@@ -181,7 +182,7 @@ class SsdWeights:
         self.buffer.store.write([self._part(span, buffer)], then)
 
     def press(self) -> None:
-        """They go before what the GPU needs soon, because the GPU may be the one that waits."""
+        """Let these weights go before weights that the GPU needs soon, because the GPU may wait for this update."""
         self.buffers.press(self.order)
 
     @contextmanager
@@ -206,7 +207,7 @@ class SsdWeights:
         self.buffers.forget(lambda order: order == self.order)
 
     def _view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The weights in a buffer that they have been read into."""
+        """Return a view of the weights in a buffer that holds them."""
         return buffer[: self.buffer.numel * self.buffer.dtype.itemsize].view(self.buffer.dtype)
 
     def _part(self, span: slice, buffer: torch.Tensor) -> Part:
@@ -217,7 +218,8 @@ class SsdWeights:
 
 @dataclass(frozen=True)
 class SsdOptimizerStates:
-    """`OptimizerStates` on SSD, in `chunks`. `weight_buffers`: of all units' weights, whose turn comes before."""
+    """`OptimizerStates` on SSD, in `chunks`. `order`: the unit's index. `weight_buffers`: the buffers of all units'
+    weights, which an update takes first."""
 
     order: int
     store: SsdStore
@@ -281,17 +283,17 @@ class SsdOptimizerStates:
 
 
 class GradientBuffer:
-    """The one host buffer through which the update lane reads and writes held gradients on SSD. That lane waits for
-    these transfers, which go before all that are not urgent: they are rare. `meter`: of the update lane."""
+    """The one host buffer through which the update lane reads and writes held gradients on SSD. The lane waits for
+    these rare transfers, which are urgent. `meter`: the meter of the update lane."""
 
     def __init__(self, meter: LaneMeter) -> None:
         self._meter = meter
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        """Whole pages for the largest of these gradients, set before the first one arrives."""
+        """Whole pages for the largest held gradient, set before the first gradient arrives."""
 
     @contextmanager
     def disk_works(self) -> Iterator[None]:
-        """What the lane waits for counts as the disk's time, which the store measures, and not as its own."""
+        """Count the lane's wait as time of the disk, which the store measures, and not of the lane."""
         started = time.perf_counter()
         try:
             yield
@@ -301,8 +303,8 @@ class GradientBuffer:
 
 @dataclass(frozen=True)
 class HeldOnSsd:
-    """`Held` on SSD, and its sink. What is read is in `through` until the lane's next call of any of them. SlideError
-    when the disk fails."""
+    """`Held` on SSD, and its sink. Values that were read stay in `through` until the lane's next call for any gradient.
+    Raises SlideError when the disk fails."""
 
     gradient: OnSsd
     through: GradientBuffer
@@ -324,13 +326,13 @@ class HeldOnSsd:
         self._store(self.through.buffer)
 
     def load(self, span: slice) -> torch.Tensor:
-        """`span` starts at a whole page."""
+        """Read the elements `span`, which starts at a whole page."""
         with self.through.disk_works():
             self.gradient.store.read_now([self._part(span, self.through.buffer)])
         return self._view(span)
 
     def _store(self, buffer: torch.Tensor) -> None:
-        """Write the gradient from the beginning of `buffer`; the rest of the last page gets what lies behind it."""
+        """Write the gradient from the beginning of `buffer`, with the bytes behind it in the last page."""
         with self.through.disk_works():
             self.gradient.store.write_now([self._part(slice(0, self.gradient.numel), buffer)])
 
