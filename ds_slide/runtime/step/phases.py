@@ -68,6 +68,10 @@ _MIXED = (
     "optimizer states are a mixture of two steps; load the last checkpoint with engine.load_checkpoint(), or end this "
     "run and resume from there"
 )
+_EARLY_FORWARD = (
+    "a forward began after backward() at an accumulation boundary and before engine.step(), but the weights are "
+    f"being updated under backward; call engine.step() first, or {HOLD_HINT}"
+)
 _SECOND_BACKWARD = (
     "a backward() that is not the only one before its engine.step() needs held gradients, because with clipping off "
     f"weights are updated under backward; {HOLD_HINT}"
@@ -79,10 +83,8 @@ REFUSED: dict[tuple[Phase, Event], str] = {
     (Phase.LOST_SUM, Event.BACKWARD): _LOST_SUM,
     (Phase.LOST_SUM, Event.STEP): _LOST_SUM,
     (Phase.LOST_BACKWARD, Event.STEP): _LOST_BACKWARD,
-    (Phase.UPDATED, Event.FORWARD): (
-        "a forward began after backward() at an accumulation boundary and before engine.step(), but the weights are "
-        f"being updated under backward; call engine.step() first, or {HOLD_HINT}"
-    ),
+    (Phase.UPDATED, Event.FORWARD): _EARLY_FORWARD,
+    (Phase.UPDATED, Event.TRAINING_FORWARD): _EARLY_FORWARD,
     (Phase.UPDATED, Event.BACKWARD): _SECOND_BACKWARD,
     (Phase.UPDATED, Event.BLOCK_BACKWARD): _SECOND_BACKWARD,
     (Phase.UPDATED, Event.DISCARD): f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}",

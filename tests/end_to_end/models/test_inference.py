@@ -157,10 +157,10 @@ def test_only_the_weights_are_held(caplog: pytest.LogCaptureFixture) -> None:
 def test_blocks_are_uploaded_ahead_and_once_a_forward() -> None:
     data = batches(5)
     with forward_engine(llama(), forward_config({"window": 3})) as engine:
-        window = engine.optimizer.runtime.parts.window
         filled: list[int] = []
-        fill = window._fill
-        window._fill = lambda unit, buffer: filled.append(unit.order) or fill(unit, buffer)
+        uploads = engine.optimizer.runtime.parts.uploads
+        fill = uploads.fill
+        uploads.fill = lambda unit, buffer: filled.append(unit.order) or fill(unit, buffer)
         logits_of(engine, data[:1])
         engine.optimizer.runtime.parts.context.lanes.h2d.drain()
         filled.clear()
@@ -170,7 +170,7 @@ def test_blocks_are_uploaded_ahead_and_once_a_forward() -> None:
             engine(**batch)
         engine.optimizer.runtime.parts.context.lanes.h2d.drain()
         blocks = [unit.order for unit in engine.optimizer.runtime.blocks]
-        assert window.misses == 0
+        assert engine.optimizer.runtime.parts.window.misses == 0
         assert sorted(filled) == sorted(blocks * 10)
 
 

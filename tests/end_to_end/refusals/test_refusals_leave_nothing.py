@@ -68,7 +68,7 @@ def small() -> Any:
     return llama(num_hidden_layers=2)
 
 
-@pytest.mark.parametrize("part", ["provide_buffers", "_rings", "running", "CpuUpdater"])
+@pytest.mark.parametrize("part", ["provide_buffers", "Gradients", "running", "CpuUpdater"])
 def test_an_engine_that_fails_while_it_is_built(part: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory, say, that cannot be had: after the files were made, and before or after the threads were started."""
 
@@ -93,7 +93,9 @@ VALUES: dict[str, Any] = {
     "ssd_buffers": [2, 4096, "auto"],
     "weight_buffers": [2, 4096, "auto"],
     "io_backend": ["auto", "io_uring", "libaio", "threads"],
-    "activations": ["auto", "as_written"],
+    "activations": ["auto", "whole_blocks", "as_written"],
+    "update_passes": ["auto", 1, 2],
+    "speculate": ["auto", True, False],
     "gpu_states": [0, 1, "1MiB", 2**62, "auto"],
     "share_weights": [True, False, "auto"],
     "defer_updates": [True, False, "auto"],

@@ -21,6 +21,8 @@ from ds_slide.report.causes import LargestWait, lane_shares, largest_waits
 from ds_slide.report.recorded import RecordedStep, read
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.gradients.sources import Packed
+from ds_slide.runtime.updates.apply import HostUpdates
+from ds_slide.runtime.weights.uploads import Uploads
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -41,12 +43,12 @@ def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
-def slow_updates(parts: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parts.updating, "_apply", slowly(parts.updating._apply))
+def slow_updates(_: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostUpdates, "run", slowly(HostUpdates.run))
 
 
-def slow_copies_up(parts: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parts.window, "_fill", slowly(parts.window._fill))
+def slow_copies_up(_: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Uploads, "fill", slowly(Uploads.fill))
 
 
 def slow_copies_down(_: Any, patch: pytest.MonkeyPatch) -> None:
