@@ -114,6 +114,18 @@ def test_imports_within_a_floor_are_needed_and_go_one_way() -> None:
     assert not {(other, one) for one, other in BESIDE} & BESIDE.keys()
 
 
+def test_the_core_of_the_runtime_imports_none_of_its_other_rooms() -> None:
+    core = "ds_slide.runtime.core"
+    inside = [module for module in MODULES if module.startswith(f"{core}.")]
+    broken = {
+        (module, name)
+        for module in inside
+        for name in imported_by(module)
+        if name.startswith("ds_slide.runtime") and not name.startswith(core)
+    }
+    assert inside and not broken
+
+
 @pytest.mark.parametrize(
     ("source", "is_found"),
     [

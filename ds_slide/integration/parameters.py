@@ -141,7 +141,29 @@ class DeepSpeedClients:
 
     def adopt(self, unit: Unit) -> None:
         """Point the parameters of `unit` at its state buffers and let go of their earlier memory."""
-        _adopt(unit)
+        parameters: Sequence[Any] = unit.parameters
+        weights, remainder = unit.state.weights.buffer, unit.state.buffers.get("remainder")
+        for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
+            span = state_buffers.local_span(entry)
+            view = weights.view(span)
+            if view is None:  # the weights are on SSD: a read of the elements has to gather them
+                view = torch.empty(0, dtype=unit.dtype)
+            # The same engine's access, where its states have moved.
+            access = getattr(parameter.ds_tensor, "ds_slide_access", None)
+            parameter.ds_tensor = _as_partition(as_partition(view), entry.partition_numel)
+            parameter.ds_tensor.ds_slide_access = access
+            if unit.spec.precision.narrowed:
+                setattr(parameter.ds_tensor, LOW_HALVES, None if remainder is None else remainder.view(span))
+            # The accelerator, not the place of the weights: a parameter's device says where the model computes.
+            device = get_accelerator().current_device_name()
+            absent_parameters.leave((parameter,))
+            parameter.data = torch.empty(0, dtype=unit.parameter_dtype, device=device)
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            # Stock's word for "replicated throughout training". The choice of stage3_param_persistence_threshold has no
+            # meaning here: small parameters of a block that is not on the GPU move with it.
+            parameter.ds_persist = unit.resident is not None
+            parameter.grad = None
+            absent_parameters.watch((parameter,))
 
     def set_availability(self, parameters: Sequence[Any], binding: Binding) -> None:
         """Set ZeRO-3's status of the parameters to that binding."""
@@ -160,31 +182,6 @@ def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
     there = own.detach().to(get_accelerator().current_device_name(), copy=True).contiguous()
     dist.broadcast(there, source, group=group)
     return there
-
-
-def _adopt(unit: Unit) -> None:
-    parameters: Sequence[Any] = unit.parameters
-    weights, remainder = unit.state.weights.buffer, unit.state.buffers.get("remainder")
-    for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
-        span = state_buffers.local_span(entry)
-        view = weights.view(span)
-        if view is None:  # the weights are on SSD: a read of the elements has to gather them
-            view = torch.empty(0, dtype=unit.dtype)
-        access = getattr(parameter.ds_tensor, "ds_slide_access", None)  # of the same engine, whose states have moved
-        parameter.ds_tensor = _as_partition(as_partition(view), entry.partition_numel)
-        parameter.ds_tensor.ds_slide_access = access
-        if unit.spec.precision.narrowed:
-            setattr(parameter.ds_tensor, LOW_HALVES, None if remainder is None else remainder.view(span))
-        # The accelerator, not the place of the weights: a parameter's device says where the model computes.
-        device = get_accelerator().current_device_name()
-        absent_parameters.leave((parameter,))
-        parameter.data = torch.empty(0, dtype=unit.parameter_dtype, device=device)
-        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        # Stock's word for "replicated throughout training". The choice of stage3_param_persistence_threshold has no
-        # meaning here: small parameters of a block that is not on the GPU move with it.
-        parameter.ds_persist = unit.resident is not None
-        parameter.grad = None
-        absent_parameters.watch((parameter,))
 
 
 def leave_to_stock(module: nn.Module) -> None:

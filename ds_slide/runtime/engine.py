@@ -69,7 +69,7 @@ class SlideRuntime:
         self.passes = parts.updating.passes
         self.speculating = parts.updating.speculating
         self.gradients = parts.gradients
-        self.learning = Learning(parts.units, self, parts.context.ranks, parts.context.device)
+        self.learning = Learning(parts.units, parts.context, self)
         self.bindings = Bindings(parts)
         self.residents = self.bindings.residents
         self._window = parts.window
@@ -78,25 +78,9 @@ class SlideRuntime:
         self._root = RootState()
         self.parked = ParkedStates(parts.context.device)
         self.accumulation = Accumulation()
-        self.interruptions = Interruptions(
-            self.accumulation,
-            parts.units,
-            self._root,
-            parts.context.ranks,
-            parts.context.failures,
-            self,
-            deferred=parts.deferred,
-        )
+        self.interruptions = Interruptions(parts, self.accumulation, self._root, self)
         self.resident_weights = ResidentWeights(parts, self.bindings, self._root)
-        self.taking = Taking(
-            module,
-            parts,
-            self.accumulation,
-            self.interruptions,
-            self.learning,
-            self.bindings,
-            self.resident_weights,
-        )
+        self.taking = Taking(module, parts, self.accumulation, self.learning, self.bindings, self.resident_weights)
         self.has_ended = False
         self.spoiled = ""
         """Why the weights that an ended engine has left are not whole; empty where they are."""

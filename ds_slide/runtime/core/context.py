@@ -28,6 +28,7 @@ class Context:
     `allocator`'s host memory. `shared`: None where no rank reads another's weights."""
 
     plan: Plan
+    """As the engine was built. The present plan is `ds_slide.runtime.parts.Parts.plan`: states move."""
     settings: RuntimeSettings
     clients: Clients
     ranks: Ranks

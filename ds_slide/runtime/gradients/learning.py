@@ -24,8 +24,7 @@ from ds_slide.compression.codec import CHANGE_DTYPE
 from ds_slide.compression.lsp.codec import Lsp, Pair
 from ds_slide.compression.lsp.learning import Fit, carry_moments, refit
 from ds_slide.model.layout import piece
-from ds_slide.runtime.core.device import Device
-from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.unit import Unit
 
 FIT_STEPS = 50
@@ -54,12 +53,12 @@ class Settles(Protocol):
 class Learning:
     """Called by the compute thread."""
 
-    def __init__(self, units: Sequence[Unit], engine: Settles, ranks: Ranks, device: Device) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context, engine: Settles) -> None:
         self._codecs = {unit.order: unit.codec for unit in units if isinstance(unit.codec, Lsp)}
         self._units = {order: units[order] for order in self._codecs}
         self._engine = engine
-        self._ranks = ranks
-        self._device = device
+        self._ranks = context.ranks
+        self._device = context.device
         self.next_check = {unit.name: 0 for unit in self._units.values()}
         """The step before which each unit is checked next; the first step is 0."""
         self._looked: list[str] = []

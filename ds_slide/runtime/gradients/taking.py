@@ -21,7 +21,6 @@ from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
-from ds_slide.runtime.step.interruptions import Interruptions
 from ds_slide.runtime.step.phases import HOLD_HINT
 from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.resident_weights import ResidentWeights
@@ -35,7 +34,6 @@ class Taking:
         module: nn.Module,
         parts: Parts,
         accumulation: Accumulation,
-        interruptions: Interruptions,
         learning: Learning,
         bindings: Bindings,
         resident_weights: ResidentWeights,
@@ -44,7 +42,6 @@ class Taking:
         self._units = parts.units
         self._gradients = parts.gradients
         self._accumulation = accumulation
-        self._interruptions = interruptions
         self._learning = learning
         self._bindings = bindings
         self._resident_weights = resident_weights
@@ -109,7 +106,6 @@ class Taking:
         why = None if self.deferred else self.doubts.why(at_boundary=self.final)
         if why is not None:
             hold_gradients(self._parts, why)
-            self._interruptions.deferred = True
 
     def _take(self, unit: Unit, source: StreamedGradient | None = None, *, final: bool) -> None:
         self._bindings.take_back((unit,))  # one more gradient of the same step is added to the earlier ones

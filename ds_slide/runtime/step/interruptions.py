@@ -7,7 +7,6 @@ gradients are either whole or refused with an error (`ds_slide.runtime.step.accu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,9 +14,7 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.runtime.core.calls import NO_TASK, RootState, graph_task
 from ds_slide.runtime.core.clients import AS_THEY_ARE
-from ds_slide.runtime.core.futures import Failures
-from ds_slide.runtime.core.ranks.collectives import Ranks
-from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
 from ds_slide.runtime.step.phases import Event
 
@@ -32,25 +29,14 @@ class HoldsSlots(Protocol):
 class Interruptions:
     """Ends backwards that an exception has interrupted; called by the compute thread."""
 
-    def __init__(
-        self,
-        accumulation: Accumulation,
-        units: Sequence[Unit],
-        root: RootState,
-        ranks: Ranks,
-        failures: Failures,
-        engine: HoldsSlots,
-        *,
-        deferred: bool,
-    ) -> None:
+    def __init__(self, parts: Parts, accumulation: Accumulation, root: RootState, engine: HoldsSlots) -> None:
+        self._parts = parts
+        self._units = parts.units
+        self._ranks = parts.context.ranks
+        self._failures = parts.context.failures
         self._accumulation = accumulation
-        self._units = units
         self._root = root
-        self._ranks = ranks
-        self._failures = failures
         self._engine = engine
-        self.deferred = deferred
-        """Whether gradients wait for the step."""
         self._begun = 0
         """Collectives before the forward that began last."""
 
@@ -159,7 +145,7 @@ class Interruptions:
             for unit in self._units:
                 for parameter, _ in unit.trainable:
                     parameter.grad = None
-        if not self._accumulation.interrupt(deferred=self.deferred):
+        if not self._accumulation.interrupt(deferred=self._parts.deferred):
             for unit in self._units:
                 unit.gradient_ready = False
 

@@ -52,7 +52,7 @@ def _hooked(tensor: torch.Tensor, events: OutputEvents) -> torch.Tensor:
         return tensor
     else:
         alias = identity(tensor)
-    alias.register_hook(lambda gradient: events.on_output_gradient(gradient))
+    alias.register_hook(events.on_output_gradient)
     return alias
 
 
