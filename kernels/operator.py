@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ds_slide.kernels.replay import Replayed
+
 Launch = Callable[..., Any]
 
 
@@ -22,7 +24,8 @@ class Operator:
 
     def __init__(self, name: str, schema: str, launch: Launch) -> None:
         self._operator = torch.library.custom_op(name, launch, mutates_args=(), schema=schema)
-        self._eager = launch
+        self.launch = launch
+        self._eager: Launch = Replayed(launch)
         self.register_fake = self._operator.register_fake
 
     def register_autograd(self, gradient: Operator, formula: Callable[..., Any], setup_context: Launch) -> None:

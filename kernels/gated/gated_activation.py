@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.kernels.operator import operator
+from ds_slide.kernels.replay import start
 
 # Each thread of four warps has eight elements: one 16-byte load of each bf16 input.
 BLOCK = 1024
@@ -159,7 +160,9 @@ def _launch(kernel, tensors: list[torch.Tensor], activation: str) -> None:
         rows, strides = values.numel() // columns, [_row_stride(tensor) for tensor in tensors]
     block = min(BLOCK, triton.next_power_of_2(columns))
     column_blocks = triton.cdiv(columns, block)
-    kernel[(rows * column_blocks,)](
+    start(
+        kernel,
+        (rows * column_blocks,),
         *tensors,
         columns,
         column_blocks,

@@ -13,6 +13,7 @@ from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.kernels.norm.backward import backward_kernel, sum_programs_kernel
 from ds_slide.kernels.norm.rows import forward_kernel
 from ds_slide.kernels.norm.wide import wide_backward_kernel, wide_forward_kernel, wide_sums_kernel
+from ds_slide.kernels.replay import start
 
 
 class Tiling(NamedTuple):
@@ -180,12 +181,14 @@ def forward_rows(
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         tensors = (x, residual, weight, bias, y, total, mean, rstd)
         constants = {"ROUND": round_before_weight, "COLUMNS": columns, "BLOCK": WIDE_BLOCK, "num_warps": 8}
-        wide_forward_kernel[(rows,)](*tensors, eps, offset, **constants)
+        start(wide_forward_kernel, (rows,), *tensors, eps, offset, **constants)
         return y, total, mean, rstd
     tile_rows, tiling, constants = _tiling(columns, FORWARD_CENTRED if centred else FORWARD)
     walk = _short_walk(rows, tile_rows) if tiling.ahead else tile_rows
     tensors = (x, residual, weight, bias, y, total, mean, rstd)
-    forward_kernel[(triton.cdiv(rows, walk),)](
+    start(
+        forward_kernel,
+        (triton.cdiv(rows, walk),),
         *tensors,
         rows,
         walk,
@@ -244,14 +247,16 @@ def backward_rows(
     if wide:
         dy, x, dtotal = dy.contiguous(), x.contiguous(), None if dtotal is None else dtotal.contiguous()
         constants = {"COLUMNS": columns, "BLOCK": WIDE_BLOCK, "num_warps": 8}
-        wide_backward_kernel[(rows,)](dy, x, dtotal, weight, mean, rstd, dx, offset, **constants)
+        start(wide_backward_kernel, (rows,), dy, x, dtotal, weight, mean, rstd, dx, offset, **constants)
         if count:
             constants = {"ROUND": round_before_weight, "COLUMNS": columns, "SEGMENT": WIDE_SEGMENT, "BLOCK": TILE}
             grid = (programs, triton.cdiv(columns, TILE))
-            wide_sums_kernel[grid](dy, x, mean, rstd, *sums, rows, **constants, num_warps=4)
+            start(wide_sums_kernel, grid, dy, x, mean, rstd, *sums, rows, **constants, num_warps=4)
     else:
         tensors = (dy, x, dtotal, weight, mean, rstd, dx, *sums)
-        backward_kernel[(programs,)](
+        start(
+            backward_kernel,
+            (programs,),
             *tensors,
             rows,
             walk,
@@ -268,7 +273,8 @@ def backward_rows(
         pairs = [(partial, gradient) for partial, gradient in zip(sums, gradients, strict=True) if partial is not None]
         grid = (triton.cdiv(columns, SUM_COLUMNS), count)
         constants = {"COLUMNS": columns, "SUM_ROWS": SUM_ROWS, "SUM_COLUMNS": SUM_COLUMNS, "num_warps": 8}
-        sum_programs_kernel[grid](*pairs[0], *(pairs[1] if count == 2 else (None, None)), programs, **constants)
+        second = pairs[1] if count == 2 else (None, None)
+        start(sum_programs_kernel, grid, *pairs[0], *second, programs, **constants)
     return dx, gradients[0], gradients[1]
 
 

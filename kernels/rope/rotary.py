@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ds_slide.errors import SlideError
 from ds_slide.kernels.operator import operator
+from ds_slide.kernels.replay import start
 
 # Pairs (first half, second half) of one program: 16 per thread of four warps are four 16-byte bf16 loads in flight.
 PAIRS = 2048
@@ -258,7 +259,9 @@ def _launch(
     position_block = min(max(1, PAIRS // (q_tile * lanes)), triton.next_power_of_2(positions))
     position_blocks = triton.cdiv(positions, position_block)
     pairs = position_block * q_tile * lanes
-    _rope_kernel[(batch * position_blocks,)](
+    start(
+        _rope_kernel,
+        (batch * position_blocks,),
         q,
         k,
         new_q,
