@@ -31,17 +31,17 @@ STEPS = 8
 CASES = [
     ("forward", 4, "model.layers.3.mlp.up_proj"),
     ("forward", 5, "model.layers.0.self_attn.q_proj"),
-    ("forward", 6, "model.layers.5.input_layernorm"),
+    ("forward", 5, "model.layers.5.input_layernorm"),
     ("loss", 4, "model.norm"),
     ("loss", 5, "model.norm"),
     ("recomputation", 4, "mlp.gate_proj"),
     ("recomputation", 5, "self_attn.k_proj"),
     ("backward", 4, "model.layers.4.mlp.down_proj"),
     ("backward", 5, "model.layers.2.self_attn.o_proj"),
-    ("backward", 6, "model.layers.5.mlp.up_proj"),
+    ("backward", 5, "model.layers.5.mlp.up_proj"),
 ]
 """What is under way, the step, and the module at which memory is taken. A recomputation: in the first block that is
-recomputed. The engine watches steps 4 to 6: two steps without a shortage show that there is enough."""
+recomputed. The engine watches steps 4 and 5: two steps without a shortage show that there is enough."""
 SLACK = 448 << 20
 """Bytes beside the need of a step: what the allocator loses to fragments, and two tensors of the size of the logits in
 fp32, since autograd writes no gradient in place while a dispatcher mode is in force."""
