@@ -26,7 +26,7 @@ Places = dict[nn.Parameter, tuple[Unit, Entry]]
 
 class StateAccess:
     """All tensors handed out are fp32 on the accelerator; `full` ones have the parameter's shape (collective). Setting
-    a master is collective, too, because other ranks read the weights (`SlideRuntime.begin_writing`)."""
+    a master is collective, too, because other ranks read the weights (`StateAccess.begin_writing`)."""
 
     def __init__(self, runtime: SlideRuntime, places: Places, group: Any, rule: UpdateRule) -> None:
         self._runtime = runtime
@@ -42,7 +42,7 @@ class StateAccess:
         if key is not None:
             require_own_layout(place[0], "the optimizer state")
         state_buffers.require_stepped(self._runtime, place[0], "reading a state")
-        self._runtime.settle(place[0])
+        self._runtime.access.settle(place[0])
         unit, entry = place
         own = state_buffers.read_values(unit, self._known(key), state_buffers.local_span(entry))
         return own.to(self._runtime.device.torch, copy=True)
@@ -58,13 +58,13 @@ class StateAccess:
         if key is not None:
             require_own_layout(unit, "the optimizer state")
         state_buffers.require_stepped(self._runtime, unit, "writing a state")
-        self._runtime.settle(unit)
+        self._runtime.access.settle(unit)
         if key is None:
-            self._runtime.begin_writing()
+            self._runtime.access.begin_writing()
         own = value.reshape(-1)[: entry.partition_numel].float()
         state_buffers.write_values(unit, self._known(key), slice(entry.offset, entry.offset + own.numel()), own)
         if key is None:
-            self._runtime.weights_changed(unit)
+            self._runtime.access.weights_changed(unit)
 
     def set_full_state(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
         place = self._trainable(parameter)
@@ -90,12 +90,12 @@ class StateAccess:
         unit, entry = place
         own = value.reshape(-1)[: entry.partition_numel]
         self._settle_gradient(unit)
-        if not unit.gradient_ready:
+        if not unit.gradient.ready:
             # The unit's other parameters have no gradient; the buffer still has the last step's.
             unit.state.zero_gradient()
         unit.state.write("gradient", slice(entry.offset, entry.offset + own.numel()), own)
-        unit.square_sum = SquareSum()
-        unit.gradient_ready = True
+        unit.gradient.square_sum = SquareSum()
+        unit.gradient.ready = True
 
     def set_full_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         place = self._trainable(parameter)
@@ -117,14 +117,14 @@ class StateAccess:
         return None if place is None else place[0].state.device
 
     def _trainable(self, parameter: nn.Parameter) -> tuple[Unit, Entry] | None:
-        self._runtime.require_running("reading or writing a state")
+        self._runtime.access.require_running("reading or writing a state")
         place = self._places[parameter]
         return place if place[1].trainable else None
 
     def _settle_gradient(self, unit: Unit) -> None:
         require_own_layout(unit, "the gradient")
         self._runtime.taking.require_held("reading or writing a gradient")
-        self._runtime.settle(unit)
+        self._runtime.access.settle(unit)
         self._runtime.parts.context.lanes.update.drain()  # an accumulation may be under way
 
     def _own(self, value: torch.Tensor, entry: Entry) -> torch.Tensor:

@@ -42,8 +42,7 @@ from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.sharing import open_sharing
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.weights.rows import chunk_rows
-from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_outer, find_streamed_head
+from ds_slide.runtime.weights.rows import StreamedHead, check_streamed_head, chunk_rows, find_streamed_head
 from ds_slide.store.host_memory import require_page_locks
 
 
@@ -133,7 +132,7 @@ def divided(
 ) -> tuple[list[UnitPlan], StreamedHead | None]:
     """Return the units of `module` in the order of their use in a forward, and the head whose rows are streamed."""
     config = settings.slide
-    head = find_streamed_head(module, world_size, settings, precision_of) if config.stream_head else None
+    head = find_streamed_head(module, world_size) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     apart = () if head is None else (head.path,)
 
@@ -142,7 +141,7 @@ def divided(
 
     structure = find_structure(module, config.blocks, apart, leaves, precision_of, is_compressed)
     if head is not None:
-        check_is_outer(head, structure)
+        check_streamed_head(head, structure, settings)
     if config.compression is not None and settings.trains:
         _check_compressed(config.compression, [part for part in structure.parts if part.compressed])
     specs = _in_forward_order(module, structure.units)

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ds_slide.runtime.core.calls import NO_TASK, graph_task
-from ds_slide.runtime.gradients.dropping import drop_gradients
 
 
 def attach(engine: Any) -> None:
@@ -101,7 +100,7 @@ def drop_some(engine: Any, parameters: Sequence[nn.Parameter], *, set_to_none: b
     if all(id(parameter) in given for unit in runtime.units for parameter, _ in unit.trainable):
         drop_all(engine)
     elif not _is_accumulating(engine):
-        drop_gradients(runtime, given, to_none=set_to_none)
+        runtime.access.drop_gradients(given, to_none=set_to_none)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

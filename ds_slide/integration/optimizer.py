@@ -49,7 +49,7 @@ from ds_slide.integration.update_rules import rule_of
 from ds_slide.model.structure import Precision, PrecisionOf
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.core.clients import AS_THEY_ARE
-from ds_slide.runtime.gradients.norm_watch import NormWatch
+from ds_slide.runtime.gradients.totals import NormWatch
 from ds_slide.runtime.unfreezing import Limits, give_states
 
 _COUNTS = "ds_slide_update_counts"
@@ -117,7 +117,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._serve_sub_groups()
         self._empty_parameter_groups()
         self._link_all_hp_params()
-        self._norm_watch = NormWatch(self.runtime)
+        self._norm_watch = NormWatch(self.runtime.parts.context)
         self.parameter_offload = ParameterOffload(self.runtime, module, self.protocol)
         plain_copy.teach(module, self.protocol.whole_weights)
         ownership.enter(self, module)
@@ -237,7 +237,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.parameter_offload.require_hooks()
         self._leave_interrupted_backward()
         engine = None if self.engine is None else self.engine()
-        of_another = None if self.runtime.deferred or engine is None else part_in_backward(engine)
+        of_another = None if self.runtime.parts.deferred or engine is None else part_in_backward(engine)
         self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale), of_another=of_another)
 
     def _leave_interrupted_backward(self) -> None:
@@ -259,7 +259,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def independent_gradient_partition_epilogue(self) -> None:
         self.runtime.end_backward()
         # Deferred updates leave the weights as they are until the step, and another graph may need them.
-        if not self.runtime.deferred:
+        if not self.runtime.parts.deferred:
             self.protocol.release()
         self._epilogue_ran_this_backward = True
 
@@ -301,13 +301,13 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self._norm_watch.check(wait=False)
             self.newcomers.require_no_gradient()
             self.protocol.release()  # parameters of forwards without a backward
-            if self.runtime.deferred:
+            if self.runtime.parts.deferred:
                 self._step_held()
             else:
                 self._step_under_way()
 
     def _step_held(self) -> None:
-        scaled_norm = math.sqrt(self.runtime.square_sum())
+        scaled_norm = math.sqrt(self.runtime.taking.square_sum())
         self.overflow = not math.isfinite(scaled_norm)
         scale = float(self.loss_scale)
         self._update_scale(self.overflow)
@@ -323,15 +323,15 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def _step_under_way(self) -> None:
         self.overflow = False
         hypers = self._hypers()
-        if hypers != list(self.runtime.gradients.hypers):
+        if hypers != list(self.runtime.parts.gradients.hypers):
             raise SlideError(
                 "the optimizer's hyper-parameters changed between backward() and step(), but with clipping off the "
                 'update has already begun under backward; change them before backward(), or set "ds_slide": '
                 '{"defer_updates": true}'
             )
-        self._global_grad_norm = self.runtime.norm_on_device()
+        self._global_grad_norm = self.runtime.taking.norm_on_device()
         self.runtime.step(hypers, 1.0)
-        self._norm_watch.note(self._global_grad_norm)
+        self._norm_watch.note(self._global_grad_norm, self.runtime.step_count)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the accumulation window that step() has not taken."""
@@ -347,10 +347,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         statistics = self.runtime.parts.context.recorder.as_dict(self.runtime.parts.memory_report)
         own = {
             "kernels": self.kernels.as_dict(),
-            "update_passes": 2 if self.runtime.passes.two else 1,
+            "update_passes": 2 if self.runtime.parts.updating.passes.two else 1,
             "activations": dict(self.runtime.parts.spare.activations.statistics),
-            "speculation": self.runtime.speculating.statistics(),
-            "compression": self.runtime.learning.statistics(),
+            "speculation": self.runtime.parts.updating.speculating.statistics(),
+            "compression": self.runtime.parts.learning.statistics(),
         }
         return statistics and {**statistics, "pools": self.runtime.parts.pool_report(), **own}
 
@@ -390,18 +390,18 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def checkpoint_event_prologue(self) -> None:
         """Wait for pending updates and partition every parameter, as DeepSpeed saves and loads them."""
-        self.runtime.require_running("saving or loading a checkpoint")
+        self.runtime.access.require_running("saving or loading a checkpoint")
         self._norm_watch.check(wait=True)
         self.protocol.release()
         self.runtime.interruptions.notice()
         for unit in self.runtime.units:
             require_no_update(unit, "saving or loading a checkpoint")
         for unit in self.runtime.units:
-            self.runtime.settle(unit)
+            self.runtime.access.settle(unit)
         self.runtime.resident_weights.unbind_all()
 
     def checkpoint_event_epilogue(self) -> None:
-        self.runtime.reload_weights()
+        self.runtime.access.reload_weights()
         self.runtime.resident_weights.bind_all()
 
     mapped_files: MappedFiles | None = None
@@ -421,7 +421,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def planned_state_dict(self, states: States | None = None) -> dict[str, Any]:
         """Return the `state_dict` with tensors that are made when they are written, from `states` or else the units."""
         states = states or self.sub_groups.settled
-        counts = self.runtime.own_counts()
+        counts = self.runtime.access.own_counts()
         return {
             # DeepSpeed's format has one count for a sub-group. Stock reads only the keys that it knows.
             **({_COUNTS: counts} if counts else {}),
@@ -469,7 +469,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
         if load_optimizer_states:
             groups = self.optimizer.param_groups
             step = self.sub_groups.load_optimizer_state(saved["optimizer_state_dict"], groups, files)
-            self.runtime.resume_after(step, saved.get(_COUNTS, {}))
+            self.runtime.access.resume_after(step, saved.get(_COUNTS, {}))
 
     def universal_checkpoint(self, path: Path) -> UniversalCheckpoint:
         """Return the universal checkpoint of a tag's directory, for this model."""
@@ -485,7 +485,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for name, value in saved.scale.items():
                 setattr(self, name, value)
             load_settings(self.optimizer.param_groups, saved.param_groups)
-            self.runtime.resume_after(saved.step, {})
+            self.runtime.access.resume_after(saved.step, {})
 
     def refresh_fp32_params(self) -> None:
         """Make the low-precision weights the masters."""
@@ -493,7 +493,7 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _restore_from_bit16_weights(self) -> None:
         for unit in self.runtime.units:
-            self.runtime.settle(unit)
+            self.runtime.access.settle(unit)
             if unit.state.has("remainder") and not unit.spec.precision.narrowed:  # narrowed: written as masters
                 for span in state_buffers.pieces(unit.layout.trainable_numel, PIECE):
                     weight = unit.state.read("weight", span)

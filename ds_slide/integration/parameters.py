@@ -284,7 +284,7 @@ class ParameterProtocol:
         matrix would stay there until the backward has ended. -> whether it is bound. A parameter that a script has cast
         gets a copy instead."""
         unit, _ = self.places[parameter]
-        if unit.resident is None or parameter.dtype != unit.parameter_dtype or not self._runtime.is_in_forward:
+        if unit.resident is None or parameter.dtype != unit.parameter_dtype or not self._runtime.access.is_in_forward:
             return False
         state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
         self._runtime.resident_weights.bind(unit)
@@ -345,10 +345,10 @@ class ParameterProtocol:
     def _own(self, parameter: Any) -> torch.Tensor:
         """Return this rank's elements of a parameter, as a script sees them."""
         unit, entry = self.places[parameter]
-        if self._runtime.has_ended:
+        if self._runtime.access.has_ended:
             own = present_values.read_left(parameter.ds_tensor, entry.name)
             return nn.functional.pad(own, (0, entry.partition_numel - own.numel()))
-        self._runtime.settle(unit)
+        self._runtime.access.settle(unit)
         span = state_buffers.local_span(entry)
         if unit.spec.precision.narrowed:
             return state_buffers.read_values(unit, state_buffers.MASTER, span)
@@ -391,8 +391,9 @@ class ParameterProtocol:
         parts = None if shared is None else shared.parts.get(unit.order)
         if parts is None or unit.spec.precision.narrowed or unit.state.change is not None:
             return None
-        self._runtime.settle(unit)
-        unit.await_others(unit.version)
+        self._runtime.access.settle(unit)
+        if unit.shared is not None:
+            unit.shared.await_others(unit, unit.version)
         return parts
 
     def release(self) -> None:
@@ -404,7 +405,7 @@ class ParameterProtocol:
     def _take_back(self, parameters: Iterable[Any]) -> None:
         """Write the caller's values of the parameters to the state buffers."""
         ranks = self._runtime.parts.context.ranks
-        if self._runtime.has_ended:
+        if self._runtime.access.has_ended:
             for parameter in parameters:
                 start, stop = piece(self.places[parameter][1], ranks.rank)
                 present_values.write_left(parameter.ds_tensor, parameter.data.reshape(-1)[start:stop])
@@ -412,9 +413,9 @@ class ParameterProtocol:
         written: dict[int, Unit] = {}
         parameters = list(parameters)
         for parameter in parameters:
-            self._runtime.settle(self.places[parameter][0])
+            self._runtime.access.settle(self.places[parameter][0])
         if parameters:
-            self._runtime.begin_writing()
+            self._runtime.access.begin_writing()
         for parameter in parameters:
             unit, entry = self.places[parameter]
             start, stop = piece(entry, ranks.rank)
@@ -423,24 +424,24 @@ class ParameterProtocol:
                 written[unit.order] = unit
         # Only after all writes: renewing a unit's GPU copy would undo writes to its other parameters.
         for unit in written.values():
-            self._runtime.weights_changed(unit)
+            self._runtime.access.weights_changed(unit)
 
     def _settle(self, parameter: nn.Parameter) -> None:
-        if not self._runtime.has_ended:
-            self._runtime.settle(self.places[parameter][0])
+        if not self._runtime.access.has_ended:
+            self._runtime.access.settle(self.places[parameter][0])
 
     def _write_partition(self, parameter: Any, values: torch.Tensor) -> None:
         """Make the values that a script has put into `ds_tensor` this rank's elements of the weights. Collective where
         weights are shared."""
         unit, entry = self.places[parameter]
         state_buffers.require_stepped(self._runtime, unit, "writing to ds_tensor")
-        if self._runtime.has_ended:
+        if self._runtime.access.has_ended:
             present_values.write_left(parameter.ds_tensor, values)
             return
-        self._runtime.settle(unit)
-        self._runtime.begin_writing()
+        self._runtime.access.settle(unit)
+        self._runtime.access.begin_writing()
         if state_buffers.write_weight(unit, entry, values) or self._runtime.parts.context.ranks.world_size > 1:
-            self._runtime.weights_changed(unit)
+            self._runtime.access.weights_changed(unit)
 
     def partition(self, parameters: Iterable[Any], *, updated: bool) -> None:
         """Take the parameters back from the accelerator; with `updated`, the caller's values become the weights.
@@ -462,8 +463,8 @@ class ParameterProtocol:
                 absent_parameters.leave((parameter,))
                 whole = unit.resident[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
                 parameter.data = whole
-                if self._runtime.residents.is_kept(unit):
+                if self._runtime.bindings.residents.is_kept(unit):
                     absent_parameters.watch((parameter,))
-            elif not self._runtime.is_bound(unit):
+            elif not self._runtime.access.is_bound(unit):
                 parameter.data = self._runtime.parts.empty.tensors[unit.parameter_dtype]
                 set_availability([parameter], Binding.ABSENT)

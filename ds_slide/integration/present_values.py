@@ -109,15 +109,15 @@ class PresentValues:
             )
         runtime = self._runtime
         start, stop = piece(entry, runtime.parts.context.ranks.rank)
-        if runtime.has_ended:
+        if runtime.access.has_ended:
             write_left(parameter.ds_tensor, value.reshape(-1)[start:stop])
             return
         state_buffers.require_stepped(runtime, unit, "writing to a parameter")
-        runtime.settle(unit)
-        runtime.begin_writing()
+        runtime.access.settle(unit)
+        runtime.access.begin_writing()
         changed = state_buffers.write_weight(unit, entry, value.reshape(-1)[start:stop])
         if changed or runtime.parts.context.ranks.world_size > 1:
-            runtime.weights_changed(unit)
+            runtime.access.weights_changed(unit)
 
     def bringer(self, parameter: Any) -> _Bringer:
         unit = self._places[parameter][0]
@@ -134,7 +134,7 @@ class _Bringer:
         self._runtime = runtime
         self._unit = unit
         self._parameter = parameter
-        block.uses += 1
+        block.uses.begun += 1
         self._use = UseToken(block)
 
     def __call__(self, copy: torch.Tensor) -> None:

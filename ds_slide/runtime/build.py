@@ -39,7 +39,7 @@ from ds_slide.runtime.core.clients import Clients
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures
-from ds_slide.runtime.core.lanes import Lanes
+from ds_slide.runtime.core.lanes import Delay, Lanes, StreamWorker, UpdateWorker
 from ds_slide.runtime.core.ranks.board import open_board
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.conductor import Conductor
@@ -48,21 +48,19 @@ from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
 from ds_slide.runtime.core.ranks.sharing import Sharing
 from ds_slide.runtime.core.ranks.watchdog import Watchdog
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
 from ds_slide.runtime.core.unit import Empty, Unit
-from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.gradients.agreement import Agreement
+from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Staging
 from ds_slide.runtime.memory.states import RunningStates
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates, moved_bytes
+from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.updating import Updating
-from ds_slide.runtime.weights.gathers import Gathers
 from ds_slide.runtime.weights.rows import RowBuffers
-from ds_slide.runtime.weights.uploads import Uploads
+from ds_slide.runtime.weights.uploads import Gathers, Uploads
 from ds_slide.runtime.weights.window import Window
 from ds_slide.store.host_memory import HostMemory
 
@@ -228,6 +226,7 @@ def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates
         window=window,
         empty=Empty.on(device.torch, {unit.parameter_dtype for unit in units}),
         gradients=gradients,
+        learning=Learning(units, context),
         uploads=uploads,
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
@@ -268,20 +267,11 @@ def _scratch(context: Context, what: str) -> torch.Tensor | None:
 
 
 def _watchdog(context: Context) -> Watchdog | None:
-    timeout, ranks, stores = context.settings.slide.hang_timeout, context.ranks, context.stores
+    timeout, ranks = context.settings.slide.hang_timeout, context.ranks
     if not timeout:
         return None
     peers = Peers.of(ranks) if ranks.world_size > 1 else None
-
-    # Its thread must not keep the engine alive. So it refers to the list of stores, which may be filled later, and not
-    # to the parts that use them.
-    return Watchdog(
-        context.failures,
-        context.device,
-        timeout,
-        progress=[lambda: sum(map(moved_bytes, stores))],
-        peers=peers,
-    )
+    return Watchdog(context.failures, context.device, timeout, context.stores, peers)
 
 
 def make_stagings(allocator: Allocator, world_size: int, failures: Failures) -> list[Staging]:

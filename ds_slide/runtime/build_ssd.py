@@ -11,9 +11,9 @@ from ds_slide.plan.allocations import CHECKSUMS, CHUNK_BUFFERS, GRADIENT_BUFFER,
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.lanes import Delay
 from ds_slide.runtime.core.pool import BufferPool
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.core.stream_lane import Delay
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.runtime.ssd.ssd import SsdStates

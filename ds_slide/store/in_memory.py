@@ -194,7 +194,7 @@ class NotHeld:
 # State buffers of weights that every rank has whole on its GPU, where each rank updates all of them by itself.
 #
 # Readers and writers from outside see this rank's part in the unit's local layout, like in any other unit. After a
-# write all parts are gathered, which makes the other ranks' copies the same again (`SlideRuntime.weights_changed`).
+# write all parts are gathered, which makes the other ranks' copies the same again (`StateAccess.weights_changed`).
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,7 +107,7 @@ class UnitState:
             self.raw("weight", span), {spec.name: self.raw(spec.name, spec.cut(span)) for spec in self.specs}
         )
 
-    # ---- for readers and writers, who have waited for the unit (`SlideRuntime.settle`)
+    # ---- for readers and writers, who have waited for the unit (`StateAccess.settle`)
 
     def settle(self, updated: Callable[[], None]) -> None:
         """Call `updated`, which waits for the pending update. Then wait for its writes and empty the other buffers."""

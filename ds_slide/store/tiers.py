@@ -30,7 +30,7 @@ Views = Callable[[slice], dict[str, torch.Tensor]]
 
 
 class StateBuffer(Protocol):
-    """One state buffer. Its readers and writers have waited for the unit (`SlideRuntime.settle`) and have it to
+    """One state buffer. Its readers and writers have waited for the unit (`StateAccess.settle`) and have it to
     themselves."""
 
     @property

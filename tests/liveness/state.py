@@ -47,7 +47,7 @@ _FIXED_MODULES = (
     "ds_slide.runtime.core.calls",
     "ds_slide.runtime.weights.hooks",
     "ds_slide.runtime.weights.uses",
-    "ds_slide.runtime.weights.written",
+    "ds_slide.runtime.weights.passed",
     "torch",
     "logging",
 )

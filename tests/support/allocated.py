@@ -137,7 +137,7 @@ def storages() -> dict[int, int]:
 def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
     """What the engine has, by the names that the plan has for it."""
     found: dict[str, list[torch.Tensor]] = {}
-    parts, gradients = runtime.parts, runtime.gradients
+    parts, gradients = runtime.parts, runtime.parts.gradients
     for unit in runtime.units:
         home = unit.state if unit.home is None else unit.home
         for name, state_buffer in home.buffers.items():

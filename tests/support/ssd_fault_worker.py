@@ -202,7 +202,7 @@ class Run:
         """Change the optimizer states of a chunk of a block in the state file, in a way of `damage.KINDS`."""
         runtime = self.engine.optimizer.runtime
         for unit in runtime.units:
-            runtime.settle(unit)
+            runtime.access.settle(unit)
         chunks = runtime.blocks[block].state.optimizer.chunks
         extent, other = (damage.Extent(each.offset, each.nbytes) for each in (chunks[chunk], chunks[chunk - 1]))
         with damage.state_file_of(runtime.parts.ssd.store) as file:

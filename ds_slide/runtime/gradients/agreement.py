@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 import torch
@@ -27,7 +28,6 @@ from ds_slide.runtime.core.futures import Failures
 from ds_slide.runtime.core.ranks.board import Board
 from ds_slide.runtime.core.ranks.conductor import TAG, Conductor, Entry, Kind
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.gradients.expected_order import ExpectedOrder
 from ds_slide.runtime.gradients.sources import Staging
 
 
@@ -127,7 +127,7 @@ class Agreement:
         self._expected.note(unit)
         self._waiting.setdefault(unit.order, deque()).append(self._of.contribution(unit))
         self._announced[unit.order] = count
-        unit.is_postponed = True
+        unit.gradient.is_postponed = True
         self._board.put(_FIRST_UNIT + unit.order, self._cell(count))
         self._conductor.announce(self)
 
@@ -251,15 +251,15 @@ class Agreement:
         if not is_dropped:
             self._averaged[unit.order] += 1
         contribution = waiting.popleft() if waiting else Contribution([None] * len(unit.trainable))
-        unit.taken, unit.packed = contribution.gradients, contribution.packed
+        unit.gradient.taken, unit.gradient.packed = contribution.gradients, contribution.packed
         if waiting is not None and not waiting:
             del self._waiting[unit.order]
-            unit.is_postponed = False
+            unit.gradient.is_postponed = False
         try:
             with self._conductor.entry():
                 self._of.take_agreed(unit, final=entry.final)
         finally:
-            unit.taken = unit.packed = None
+            unit.gradient.taken = unit.gradient.packed = None
         if is_dropped:
             self._of.forget_agreed(unit)
 
@@ -280,7 +280,7 @@ class Agreement:
 
     def _end_backward(self) -> None:
         for order, contributions in self._waiting.items():
-            self._units[order].is_postponed = False
+            self._units[order].gradient.is_postponed = False
             for contribution in contributions:
                 self._of.drop_contribution(contribution)
         self._waiting.clear()
@@ -292,3 +292,49 @@ class Agreement:
     def joined(self) -> None:
         """End a backward whose end is all that this rank took part in."""
         self._of.end_joined_backward()
+
+
+class ExpectedOrder:
+    """The order that one rank expects. Called by the thread that computes."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self.order: tuple[int, ...] = ()
+        """`Unit.order` of the units of the last backward that ended, in the order of their gradients. Empty where a
+        unit had several gradients, so that there is no order."""
+        self._noted: list[int] = []
+
+    def note(self, unit: Unit) -> None:
+        """Note that the unit has a gradient now."""
+        self._noted.append(unit.order)
+
+    def adopt_noted(self) -> None:
+        """Expect the next backward to be like this one, which has ended."""
+        is_order = len(set(self._noted)) == len(self._noted)
+        self.order = tuple(self._noted) if is_order else ()
+        self._noted = []
+
+    def forget_noted(self) -> None:
+        """Forget the backward, which an exception has ended here; other ranks may still be in it."""
+        self._noted = []
+
+    def digest(self, backward: int) -> tuple[int, int]:
+        """Return 64 bits of a digest of the order and of the number of the backward that begins, in two halves. (0, 0)
+        where no order is expected, or where backward gathers weights: a gather must not come between averages whose
+        order is fixed, because other ranks may be at another average."""
+        gathers = any(unit.is_gathered and unit.is_streamed for unit in self._units)
+        if gathers or not self.order or not self._fits_forward():
+            return 0, 0
+        what = b"".join(number.to_bytes(4, "little") for number in (backward & 0xFFFFFFFF, *self.order))
+        found = blake2b(what, digest_size=8).digest()
+        return int.from_bytes(found[:4], "little"), int.from_bytes(found[4:], "little")
+
+    def _fits_forward(self) -> bool:
+        """Whether the forwards of this backward have used the same blocks. A block that is expected in vain would keep
+        the gradients behind it on the GPU until the end."""
+        expected = set(self.order)
+        return all(
+            (unit.order in expected) == (unit.uses.begun > 0 and not unit.trained.is_off and bool(unit.codec.numel))
+            for unit in self._units
+            if unit.spec.kind == "block"
+        )

@@ -24,9 +24,9 @@ from ds_slide.optim.square_sum import square_sum
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
+from ds_slide.runtime.core.lanes import HOLDING
 from ds_slide.runtime.core.pool import Lease
 from ds_slide.runtime.core.unit import PackedGradient, SquareSum, Unit, Update
-from ds_slide.runtime.core.update_lane import HOLDING
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.apply import UpdateStep
@@ -52,7 +52,7 @@ class _Arrival:
     adds: bool
     """Whether the CPU converts it to the data type of the held gradient, or adds it to the held gradient."""
     square_sum: SquareSum
-    """The square sum of the gradient held then. `unit.square_sum` may belong to a later gradient by that time."""
+    """The square sum of the gradient held then. The unit's may belong to a later gradient by that time."""
     speculation: Speculation | None
     """The update that may begin when it is held."""
 
@@ -119,7 +119,7 @@ class Gradients:
         leaf modules. Elsewhere ZeRO-3 updates them once more from their last gradient, which its partition buffer still
         holds. `source`: the gradient's source if it does not come from the parameters.
         """
-        unit.finalized = True
+        unit.gradient.finalized = True
         if not unit.codec.numel or (source is None and self._is_left_out(unit)):
             return
         if final:
@@ -136,16 +136,16 @@ class Gradients:
             )
         )
         unit.drop_gradients()
-        unit.gradient_ready = True
+        unit.gradient.ready = True
 
     def _is_left_out(self, unit: Unit) -> bool:
         """Whether the unit is frozen and has no gradient, so that nothing has to come down. Several ranks leave no unit
         out: all of them have to call the same collectives, whatever their flags are."""
         if self._ranks.world_size > 1 or not unit.trained.is_off or any(each is not None for each in unit.gradients()):
             return False
-        if not unit.gradient_ready and unit.square_sum.place is not None:
+        if not unit.gradient.ready and unit.gradient.square_sum.place is not None:
             self.sums[:, unit.order] = 0.0  # it was an earlier step's
-            unit.square_sum = SquareSum()
+            unit.gradient.square_sum = SquareSum()
         return True
 
     def use(self, stagings: Sequence[Staging]) -> None:
@@ -158,13 +158,13 @@ class Gradients:
 
     def square_sums_of(self, unit: Unit, on_device: torch.Tensor) -> SquareSums:
         """The square sums of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
-        if not unit.gradient_ready:
+        if not unit.gradient.ready:
             return SquareSums(0.0, 0.0, 0.0)
         found = SquareSums(*on_device[:, unit.order].tolist())
-        if unit.square_sum.place == "device":
+        known = unit.gradient.square_sum
+        if known.place == "device":
             return found
-        held = self._held_square_sum(unit) if unit.square_sum.place is None else unit.square_sum.on_host
-        return found._replace(held=held)
+        return found._replace(held=self._held_square_sum(unit) if known.place is None else known.on_host)
 
     def _held_square_sum(self, unit: Unit) -> float:
         gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
@@ -172,8 +172,8 @@ class Gradients:
 
     def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor) -> None:
         # From here on the gradient may be there in part if something fails.
-        unit.arrived = Future.kept(self._failures)
-        accumulate = unit.gradient_ready
+        unit.gradient.arrived = Future.kept(self._failures)
+        accumulate = unit.gradient.ready
         if self._ranks.world_size == 1:
             summed = unit.codec.encode(unit.gradients(), state_buffer, accumulate=accumulate)
             self.square_sums[unit.order] = square_sum(state_buffer) if summed is None else summed
@@ -185,17 +185,17 @@ class Gradients:
                 finally:
                     reduced.release(self._device.mark())
                 self.square_sums[unit.order] = square_sum(state_buffer)
-            unit.arrived = Future.kept(self._failures, self._ranks.mark())
-        unit.square_sum = SquareSum("device")
+            unit.gradient.arrived = Future.kept(self._failures, self._ranks.mark())
+        unit.gradient.square_sum = SquareSum("device")
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
         """Add the square sum of one more part of a gradient whose source had no sum when its transfer began."""
-        if unit.square_sum.place == "device":
+        if unit.gradient.square_sum.place == "device":
             self.square_sums[unit.order] += square_sum(part)
 
     def _send_to_host(self, unit: Unit, final: bool, source: Source, submit: Callable[[_Arrival], None]) -> None:
-        adds = unit.gradient_ready or unit.converts_gradient
-        unit.square_sum = SquareSum(None if adds else "device")
+        adds = unit.gradient.ready or unit.converts_gradient
+        unit.gradient.square_sum = SquareSum(None if adds else "device")
         try:
             with self._ranks.on_stream():
                 if not adds:
@@ -205,10 +205,10 @@ class Gradients:
             source.release(self._device.mark())
             raise
         try:
-            before = unit.arrived, unit.completed
-            unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
-            first = not unit.gradient_ready
-            arrived, held_sum = unit.arrived, unit.square_sum
+            before = unit.gradient.arrived, unit.completed
+            unit.gradient.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
+            first = not unit.gradient.ready
+            arrived, held_sum = unit.gradient.arrived, unit.gradient.square_sum
             ahead = self._updating.speculating.of(unit)
             submit(
                 _Arrival(
@@ -233,7 +233,7 @@ class Gradients:
         assert of_gradient is not None
         of_encoded = square_sum(encoded)
         sums, new = self.sums[1:, unit.order], (of_gradient, of_encoded)
-        if unit.gradient_ready:
+        if unit.gradient.ready:
             sums += torch.stack(new)
         else:
             torch.stack(new, out=sums)
@@ -346,7 +346,7 @@ class Gradients:
 
     def _reduced(self, unit: Unit) -> Packed:
         """Run `_reduce` in the next staging buffer, which is given back where that fails: memory may be short."""
-        staging = unit.packed or self._take_staging()
+        staging = unit.gradient.packed or self._take_staging()
         self._early.discard(staging)
         try:
             return self._reduce(unit, staging)
@@ -414,7 +414,7 @@ class Gradients:
                 summed = self._add_square_sums(unit, summed, own)
             return Packed(staging.free, own, summed)
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
-        if unit.packed is None:
+        if unit.gradient.packed is None:
             self._encode_for_ranks(unit, staging)
         self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark())
         return Packed(staging.free, own, None)

@@ -103,10 +103,3 @@ class SsdStates:
 
     def _load_weights(self, order: int, buffer: torch.Tensor, then: Callable[[], None]) -> None:
         self.parts.weights[order].load(buffer, then)
-
-
-def moved_bytes(store: SsdStore) -> int:
-    """Return the bytes that the disk has read and written since the start, counted by request and not by whole
-    transfer."""
-    statistics = store.statistics()
-    return int(statistics["read_bytes"] + statistics["written_bytes"])

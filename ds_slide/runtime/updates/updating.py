@@ -74,7 +74,7 @@ class Updating:
             and all(segment.hyper.two_passes for segment in step.segments)
             and not (speculation is not None and speculation.agrees(step))
         )
-        ready, update = unit.arrived.wait(), unit.open_update(self._failures, two_passes=two_passes)
+        ready, update = unit.gradient.arrived.wait(), unit.open_update(self._failures, two_passes=two_passes)
         for index in range(len(unit.spans)):
             self.start(unit, index, update, ready, _HeldGradient(held), step, speculation=speculation)
         # After an interrupt before this line a checkpoint is loaded, and then no update may be speculative.

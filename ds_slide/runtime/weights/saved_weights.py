@@ -133,7 +133,7 @@ class SavedWeights:
 
     def has_raw(self) -> bool:
         """Whether a graph has saved weights of a bound block as they are."""
-        return any(slot.unit is not None and slot.unit.raw for slot in self._bound.values())
+        return any(slot.unit is not None and slot.unit.uses.raw for slot in self._bound.values())
 
     def _reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
         if tensor.layout is not torch.strided or tensor._is_zerotensor():  # forward mode saves zeros without memory
@@ -154,7 +154,7 @@ class SavedWeights:
     def _restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
         _require_unchanged(saved)
         # Mostly the block is bound already, for another saved tensor: a block has nine or more.
-        slot = self._bound.get(saved.unit.order) if saved.unit.in_backward else None
+        slot = self._bound.get(saved.unit.order) if saved.unit.uses.in_backward else None
         if slot is None:
             slot = self._events.enter_backward(saved.unit)
         return self._restored(saved, slot)

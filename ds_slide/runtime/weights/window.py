@@ -19,7 +19,7 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.runtime.core.device import PASSED, Device, Marker
 from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.unit import Unit
 
 Direction = Literal["forward", "backward", "inference"]
@@ -221,7 +221,7 @@ class Window:
             yield from (unit for unit in reversed(order[:position]) if unit.awaits_backward)
             for unit in order:
                 # Its weights are about to change: fetching them now would fetch them twice.
-                if unit.awaits_backward or unit.is_postponed:
+                if unit.awaits_backward or unit.gradient.is_postponed:
                     return
                 yield unit
 
@@ -241,7 +241,8 @@ class Window:
 
         def job() -> None:
             updated.wait()
-            unit.await_others(version)
+            if unit.shared is not None:
+                unit.shared.await_others(unit, version)
             self._h2d.wait(free, f"a slot of the window for {unit.name}")
             start = self._device.mark(self._h2d.stream, timed=True)
             moved = self._source.fill(unit, slot.buffer)

@@ -205,6 +205,11 @@ class SsdStore:
             "weights": self._striping.shares,
         }
 
+    def moved_bytes(self) -> int:
+        """Return the bytes read and written since the start, counted by request and not by whole transfer."""
+        statistics: dict[str, Any] = self._io.stats()
+        return int(statistics["read_bytes"] + statistics["written_bytes"])
+
     @property
     def descriptors(self) -> list[int]:
         """Descriptors of the state files, until `close`. They may have O_DIRECT set, and most files have no name. Open

@@ -54,7 +54,7 @@ def settle(engine: Any) -> None:
     runtime = engine.optimizer.runtime
     for _ in range(2):  # what is on its way up may be read between the first round and the end of the lane
         for unit in runtime.units:
-            runtime.settle(unit)
+            runtime.access.settle(unit)
         runtime.parts.context.lanes.h2d.drain()
     assert runtime.parts.ssd.statistics()["unfinished"] == 0
 

@@ -6,6 +6,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,8 @@ from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.core.device import PASSED, Device, Marker
 from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.lanes import Delay, StreamWorker, UpdateWorker
 from ds_slide.runtime.core.pool import BufferPool
-from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
-from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.ssd.buffers import BufferCache
 
@@ -178,7 +178,8 @@ def test_a_future_that_was_kept_serves_also_after_a_failure() -> None:
 def test_whoever_waits_for_a_future_presses_it_first_and_only_if_it_has_to_wait() -> None:
     failures = Failures()
     pressed: list[int] = []
-    future = Future(failures, "it", lambda: pressed.append(len(failures.waits())))
+    work = SimpleNamespace(press=lambda: pressed.append(len(failures.waits())))
+    future = Future(failures, "it", work)
     waiter = Waiter(future.wait)
     begun(failures)
     assert pressed == [0] and not future.is_kept

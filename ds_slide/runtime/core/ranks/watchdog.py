@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 from ds_slide.runtime.core.device import Device
@@ -52,29 +52,35 @@ class PeerStates(Protocol):
     def close(self) -> None: ...
 
 
+class Moves(Protocol):
+    """A store of the SSD tier (`ds_slide.store.ssd.store.SsdStore`)."""
+
+    def moved_bytes(self) -> int: ...
+
+
 class Watchdog:
-    """A thread that watches the engine from `start` on. `progress`: counters of progress without a hand-over, such as
-    the disk's bytes."""
+    """A thread that watches the engine from `start` on. `stores`: their transfers are progress without a hand-over. The
+    thread must not keep the engine alive, so it knows this list, which may be filled later, and not the parts that use
+    the stores."""
 
     _of_process: ClassVar[list[Watchdog]] = []
     """One watchdog for each engine: a rank that stands still in one of its engines does so in all."""
+    _end_process = staticmethod(os._exit)
 
     def __init__(
         self,
         failures: Failures,
         device: Device,
         limit_s: float,
-        progress: Sequence[Callable[[], object]] = (),
+        stores: Sequence[Moves] = (),
         peers: PeerStates | None = None,
-        end_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._failures = failures
         self._device = device
         self._limit_s = limit_s
         self._look_s = min(LONGEST_LOOK_S, limit_s / LOOKS)
-        self._progress = progress
+        self._stores = stores
         self._peers = peers
-        self._end_process = end_process
         self._seen: object = None
         self._since = 0.0
         """Seconds since the last progress of a training that stands still."""
@@ -134,7 +140,7 @@ class Watchdog:
     def _look(self, passed_s: float) -> None:
         collective = self._failures.oldest_outstanding()
         waits = self._failures.waits()
-        seen = (self._failures.progress, *(counter() for counter in self._progress))
+        seen = (self._failures.progress, *(store.moved_bytes() for store in self._stores))
         stands = seen == self._seen and (collective is not None or any(wait.of_client for wait in waits))
         works = stands and collective is None and self._device.is_working()
         self._since = self._since + passed_s if stands and not works else 0.0
