@@ -35,7 +35,7 @@ from ds_slide.plan.probe.host_room import groups, host_room, share_with
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.report.log import log
-from ds_slide.runtime.build import build_runtime
+from ds_slide.runtime.build import Blueprint, build_runtime
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.ranks.collectives import Ranks
@@ -77,16 +77,8 @@ def assemble(
         if device.is_cuda:
             require_page_locks(plan.host_bytes)
         kernels = install_kernels(module, config.kernels)
-        runtime = build_runtime(
-            module,
-            unit_plans,
-            plan,
-            settings,
-            ranks,
-            device,
-            protocol.DeepSpeedClients(ranks.rank, process_group),
-            sharing=sharing,
-        )
+        clients = protocol.DeepSpeedClients(ranks.rank, process_group)
+        runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))

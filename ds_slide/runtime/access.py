@@ -13,7 +13,8 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
-from ds_slide.runtime.core.unit import SquareSum, Unit
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.update import SquareSum
 from ds_slide.runtime.step.phases import HOLD_HINT, Event, Phase
 
 if TYPE_CHECKING:

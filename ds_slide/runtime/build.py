@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -65,34 +66,39 @@ from ds_slide.runtime.weights.window import Window
 from ds_slide.store.host_memory import HostMemory
 
 
-def build_runtime(
-    module: nn.Module,
-    unit_plans: Sequence[UnitPlan],
-    plan: Plan,
-    settings: RuntimeSettings,
-    ranks: Ranks,
-    device: Device,
-    clients: Clients,
-    sharing: Sharing | None = None,
-) -> SlideRuntime:
-    """Build and start a runtime. Raises SlideError when an allocation fails. `sharing`: the memory files of several
-    ranks that share weights in host memory. It is closed when the weights are mapped, and by the caller when that
-    fails."""
-    failures = Failures(Waits(device))
+@dataclass(frozen=True)
+class Blueprint:
+    """What an engine is built from. The host framework has divided the model, and the plan fits all budgets."""
+
+    unit_plans: Sequence[UnitPlan]
+    plan: Plan
+    settings: RuntimeSettings
+    ranks: Ranks
+    device: Device
+    clients: Clients
+    sharing: Sharing | None = None
+    """The memory files of several ranks that share weights in host memory. They are closed when the weights are mapped,
+    and by the caller of `build_runtime` when that fails."""
+
+
+def build_runtime(module: nn.Module, blueprint: Blueprint) -> SlideRuntime:
+    """Build and start a runtime. Raises SlideError when an allocation fails."""
+    unit_plans, settings, ranks = blueprint.unit_plans, blueprint.settings, blueprint.ranks
+    device, failures = blueprint.device, Failures(Waits(blueprint.device))
     ranks.watched_by(failures)
     device.expand_segments()
     if ranks.world_size > 1:
-        ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
+        ranks.require_equal(_choices(blueprint), "what is to be where")
     conductor, announcements = Conductor.of(ranks), None
     if conductor is not None and settings.trains:
         announcements = open_board(ranks, Agreement.width(len(unit_plans)))
     started = ExitStack()
     ssd: SsdStates | None = None
     try:
-        context = _context(unit_plans, plan, settings, ranks, device, clients, failures, sharing, started)
+        context = _context(blueprint, failures, started)
         ssd = open_ssd(context, unit_plans)
         units = _make_units(context, unit_plans, ssd)
-        parts = _wire(module, context, units, ssd)
+        parts = _parts(module, context, units, ssd)
         parts.announcements = announcements
         context.allocator.require_all_given()
         runtime = SlideRuntime(module, parts)
@@ -122,31 +128,49 @@ def build_runtime(
     return runtime
 
 
-def _context(
-    unit_plans: Sequence[UnitPlan],
-    plan: Plan,
-    settings: RuntimeSettings,
-    ranks: Ranks,
-    device: Device,
-    clients: Clients,
-    failures: Failures,
-    sharing: Sharing | None,
-    started: ExitStack,
-) -> Context:
+def _context(blueprint: Blueprint, failures: Failures, started: ExitStack) -> Context:
     """Make the context. `started`: gets the functions that end the threads, for the caller to use when the rest
     fails."""
-    recorder = StepRecorder(device, failures.traced, _trace(unit_plans, settings, ranks, device), rank=ranks.rank)
+    settings, ranks, device = blueprint.settings, blueprint.ranks, blueprint.device
+    recorder = StepRecorder(device, failures.traced, _trace(blueprint), rank=ranks.rank)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.slide.huge_pages)
-    shared = None if sharing is None else SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
+    shared = None
+    if blueprint.sharing is not None:
+        shared = SharedWeights(ranks, blueprint.sharing, memory, len(blueprint.unit_plans), failures)
     threads, cores = _update_threads(settings)
     updater = CpuUpdater(threads, cores, idle=not settings.trains)
     started.callback(updater.end_threads)
-    lanes = _make_lanes(settings, device, failures, recorder, unit_plans)
+    lanes = _make_lanes(blueprint, failures, recorder)
     for lane in (lanes.h2d, lanes.outer_h2d, lanes.d2h, lanes.update):
         started.callback(lane.close)
-    allocator = Allocator(plan.allocations, memory, device)
     return Context(
-        plan, settings, clients, ranks, device, failures, recorder, memory, allocator, shared, lanes, updater, threads
+        plan=blueprint.plan,
+        settings=settings,
+        clients=blueprint.clients,
+        ranks=ranks,
+        device=device,
+        failures=failures,
+        recorder=recorder,
+        memory=memory,
+        allocator=Allocator(blueprint.plan.allocations, memory, device),
+        shared=shared,
+        lanes=lanes,
+        updater=updater,
+        cpu_threads=threads,
+    )
+
+
+def _make_lanes(blueprint: Blueprint, failures: Failures, recorder: StepRecorder) -> Lanes:
+    settings, device, meters = blueprint.settings, blueprint.device, recorder.meters
+    debug, idle = settings.slide.debug, not settings.trains
+    delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
+    # Without updates this lane still uploads the chunks of a streamed head.
+    outer_idle = idle and not any(unit_plan.chunk_rows for unit_plan in blueprint.unit_plans)
+    return Lanes(
+        h2d=StreamWorker("h2d", device, failures, meters["h2d"], delays[0]),
+        outer_h2d=StreamWorker("h2d of outer modules", device, failures, meters[OUTER_H2D], delays[3], idle=outer_idle),
+        d2h=StreamWorker("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
+        update=UpdateWorker(device, failures, meters["update"], delays[2], idle=idle),
     )
 
 
@@ -166,14 +190,15 @@ def _make_units(context: Context, unit_plans: Sequence[UnitPlan], ssd: SsdStates
     return units
 
 
-def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ranks, device: Device) -> Trace | None:
+def _trace(blueprint: Blueprint) -> Trace | None:
     """Return the trace of the steps that the settings choose, with a file for every rank. Without an optimizer there
     are no steps, and the file belongs to the engine that trains with the same JSON."""
+    settings, ranks = blueprint.settings, blueprint.ranks
     request = trace_request(settings.slide.trace) if settings.trains else None
     if request is None:
         return None
-    names = [unit_plan.spec.name for unit_plan in unit_plans]
-    return Trace(request.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES, device)
+    names = [unit_plan.spec.name for unit_plan in blueprint.unit_plans]
+    return Trace(request.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES, blueprint.device)
 
 
 def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
@@ -184,9 +209,10 @@ def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
     return update_cores(slide.cpu_threads, slide.cpu_cores, local_rank, local_ranks())
 
 
-def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings) -> dict[str, object]:
+def _choices(blueprint: Blueprint) -> dict[str, object]:
     """Return the decisions that all ranks must share, because they determine the collectives and their order."""
-    placement, model = plan.placement, repr([(unit.spec.name, unit.spec.precision, unit.layout) for unit in unit_plans])
+    plan, settings, placement = blueprint.plan, blueprint.settings, blueprint.plan.placement
+    model = repr([(unit.spec.name, unit.spec.precision, unit.layout) for unit in blueprint.unit_plans])
     return {
         "the digest of the model's layout": f"{zlib.crc32(model.encode()):08x}",
         "the units whose states are on the GPU": sorted(placement.on_gpu),
@@ -199,9 +225,10 @@ def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettin
     }
 
 
-def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates | None) -> Parts:
+def _parts(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates | None) -> Parts:
+    """Make the parts, which share the context."""
     ranks, device, failures = context.ranks, context.device, context.failures
-    shared, allocator, lanes = context.shared, context.allocator, context.lanes
+    shared, allocator = context.shared, context.allocator
     if ssd is not None:
         provide_buffers(context, ssd)
         context.recorder.watch_ssd(ssd.statistics)
@@ -210,7 +237,7 @@ def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates
     streamed = [unit for unit in units if unit.is_streamed]
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
-        window = Window(device, lanes.h2d, failures, streamed, slots, uploads, read_ahead(ssd, context.settings))
+        window = Window(context, streamed, slots, uploads, read_ahead(ssd, context.settings))
     # Gradients leave the GPU through staging buffers and the pools.
     stagings = make_stagings(allocator, ranks.world_size, failures)
     ranks.connect(stagings[0].packed, stagings[0].own, context.settings.gradient_dtype)
@@ -234,27 +261,6 @@ def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates
         ssd=ssd,
         rows=_row_buffers(context, units),
         watchdog=_watchdog(context),
-    )
-
-
-def _make_lanes(
-    settings: RuntimeSettings,
-    device: Device,
-    failures: Failures,
-    recorder: StepRecorder,
-    unit_plans: Sequence[UnitPlan],
-) -> Lanes:
-    meters, debug, idle = recorder.meters, settings.slide.debug, not settings.trains
-    delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
-    # Without updates this lane still uploads the chunks of a streamed head.
-    nothing_for_outer = idle and not any(unit_plan.chunk_rows for unit_plan in unit_plans)
-    return Lanes(
-        h2d=StreamWorker("h2d", device, failures, meters["h2d"], delays[0]),
-        outer_h2d=StreamWorker(
-            "h2d of outer modules", device, failures, meters[OUTER_H2D], delays[3], idle=nothing_for_outer
-        ),
-        d2h=StreamWorker("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
-        update=UpdateWorker(device, failures, meters["update"], delays[2], idle=idle),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.runtime.core.unit import Update
+from ds_slide.runtime.core.update import Update
 from ds_slide.runtime.weights.window import Window
 from liveness.configurations import DIFFERENT, HANG_1, SHARED
 from liveness.explore import explore_by_chance, explore_orders

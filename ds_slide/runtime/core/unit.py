@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,19 +13,9 @@ from ds_slide.compression.codec import GradientCodec
 from ds_slide.model.layout import UnitLayout
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.settings import UnitPlan
-from ds_slide.runtime.core.update import Trained, Update
+from ds_slide.runtime.core.update import SquareSum, Trained, Update
 from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state import UnitState
-
-
-@dataclass
-class SquareSum:
-    """The square sum of one held gradient. Each gradient has its own object: the update lane may add late to the sum of
-    a gradient that `zero_grad` has dropped, and the next gradient must not count that."""
-
-    place: Literal["device", "host"] | None = None
-    """The place of the sum; None: it has not been computed yet."""
-    on_host: float = 0.0
 
 
 class PackedGradient(Protocol):

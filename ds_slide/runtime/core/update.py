@@ -1,4 +1,4 @@
-"""One update of a unit: which parameters it moves, and the futures that tell how far it is.
+"""One update of a unit: which parameters it moves, the square sum of its gradient, and the futures that it keeps.
 
 `requires_grad` is read when an update begins. A parameter without a gradient keeps its weight, master, states and
 count: plain torch's optimizer counts per parameter, and AdamW corrects its moments by that count.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -19,6 +20,16 @@ from ds_slide.runtime.core.futures import Failures, Future
 
 if TYPE_CHECKING:
     from ds_slide.runtime.core.unit import Unit
+
+
+@dataclass
+class SquareSum:
+    """The square sum of one held gradient. Each gradient has its own object: the update lane may add late to the sum of
+    a gradient that `zero_grad` has dropped, and the next gradient must not count that."""
+
+    place: Literal["device", "host"] | None = None
+    """The place of the sum; None: it has not been computed yet."""
+    on_host: float = 0.0
 
 
 class Trained:

@@ -26,7 +26,8 @@ from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
 from ds_slide.runtime.core.lanes import HOLDING
 from ds_slide.runtime.core.pool import Lease
-from ds_slide.runtime.core.unit import PackedGradient, SquareSum, Unit, Update
+from ds_slide.runtime.core.unit import PackedGradient, Unit
+from ds_slide.runtime.core.update import SquareSum, Update
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.apply import UpdateStep

@@ -39,7 +39,7 @@ class Taking:
         resident_weights: ResidentWeights,
     ) -> None:
         self._parts = parts
-        self._units = parts.units
+        self.units = parts.units
         self._gradients = parts.gradients
         self._accumulation = accumulation
         self._learning = parts.learning
@@ -57,9 +57,7 @@ class Taking:
         conductor = parts.context.ranks.conductor
         if parts.announcements is None or not isinstance(conductor, Conductor):
             return None
-        return Agreement(
-            conductor, parts.announcements, parts.context.ranks.engine, parts.units, self, parts.context.failures
-        )
+        return Agreement(conductor, parts.announcements, parts.context, self)
 
     @property
     def deferred(self) -> bool:
@@ -73,7 +71,7 @@ class Taking:
 
     def has_gradients(self) -> bool:
         """Whether the backward under way has given any parameter a gradient."""
-        return self._accumulation.backward.has_gradients or any(unit.has_gradient for unit in self._units)
+        return self._accumulation.backward.has_gradients or any(unit.has_gradient for unit in self.units)
 
     # ---- a unit ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +148,7 @@ class Taking:
 
     def finalize_rest(self, *, trains: bool) -> None:
         """Take the gradients that no boundary has announced. `trains`: the backward has given gradients."""
-        for unit in self._units:
+        for unit in self.units:
             unit.uses.in_backward = False
             self._bindings.unbind_slot(unit)
             is_absent = trains and self._agreement is None and not unit.gradient.finalized and self.counts_as_zero(unit)
@@ -180,14 +178,14 @@ class Taking:
         self._note_flags()
         context.ranks.join()  # the gradients of GPU-tier units pass through no lane
         on_device = gradients.sums.cpu()
-        return self._totals.now([gradients.square_sums_of(unit, on_device) for unit in self._units])
+        return self._totals.now([gradients.square_sums_of(unit, on_device) for unit in self.units])
 
     def norm_on_device(self) -> torch.Tensor:
         """Return the gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
         self.join()
         self._note_flags()
         sums = self._gradients.sums
-        if not any(unit.gradient.ready for unit in self._units):  # otherwise the sums are from the last step
+        if not any(unit.gradient.ready for unit in self.units):  # otherwise the sums are from the last step
             sums = torch.zeros_like(sums)
         return self._totals.later(sums).sqrt().float()
 
@@ -196,7 +194,7 @@ class Taking:
         equal."""
         ranks = self._parts.context.ranks
         if ranks.world_size > 1:
-            ranks.note(each.requires_grad for unit in self._units for each in unit.trained.parameters)
+            ranks.note(each.requires_grad for unit in self.units for each in unit.trained.parameters)
 
     # ---- several ranks -----------------------------------------------------------------------------------------------
 
@@ -220,7 +218,7 @@ class Taking:
         if self._agreement is not None:
             self._agreement.leave()
 
-    # The methods that the agreement calls (`ds_slide.runtime.gradients.agreement.Engine`).
+    # The methods that the agreement calls.
 
     def contribution(self, unit: Unit) -> Contribution:
         """Take the gradients out of the unit's parameters."""

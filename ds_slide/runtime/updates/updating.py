@@ -12,7 +12,8 @@ from ds_slide.optim.rule import Hyper, Part
 from ds_slide.plan.step_model import Schedules
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
-from ds_slide.runtime.core.unit import Unit, Update
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.update import Update
 from ds_slide.runtime.updates.apply import HostUpdates, UpdateStep
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating, Speculation

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ds_slide.model.layout import pieces
+from ds_slide.model.layout import UnitLayout, pieces
 from ds_slide.runtime.core.device import PASSED, Device, Marker
 from ds_slide.runtime.core.futures import Failures, Future, synchronize
-from ds_slide.runtime.core.ranks.collectives import Ranks, lay_out
+from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.window import Slot
 
@@ -31,6 +31,16 @@ from ds_slide.runtime.weights.window import Slot
 def own_part(unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
     """Return this rank's part ([local_numel]) of a gathered unit's GPU buffer, which has the unit's data type."""
     return buffer[buffer.numel() - unit.layout.local_numel :]
+
+
+def _lay_out(layout: UnitLayout, flat: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy the parts of all ranks ([>= world_size * local_numel], rank-major) to their places in slot layout."""
+    local = layout.local_numel
+    targets, sources = [], []
+    for rank, source, place in pieces(layout):
+        targets.append(buffer[place])
+        sources.append(flat[rank * local + source.start : rank * local + source.stop])
+    torch._foreach_copy_(targets, sources)
 
 
 class Uploads:
@@ -69,7 +79,7 @@ class Uploads:
             scratch = self._scratch.view(unit.dtype)
             for rank, part in enumerate(parts):
                 scratch[rank * numel : (rank + 1) * numel].copy_(part, non_blocking=True)
-            lay_out(unit.layout, scratch, buffer)
+            _lay_out(unit.layout, scratch, buffer)
             return len(parts) * numel * buffer.element_size()
         moved = 0
         for rank, source, place in pieces(unit.layout):
@@ -115,5 +125,8 @@ class Gathers:
         assert self.scratch is not None
         buffer = buffer.view(unit.dtype)
         own = unit.state.weights.own_part(own_part(unit, buffer))
-        gathered = self.scratch.view(unit.dtype)
-        return self._ranks.gather_weights(unit.name, unit.layout, own, gathered, buffer, *after, in_step=in_step)
+        gathered = self.scratch.view(unit.dtype)[: self._ranks.world_size * unit.layout.local_numel]
+        self._ranks.gather_weights(unit.name, own, gathered, *after, in_step=in_step)
+        with self._ranks.on_stream():
+            _lay_out(unit.layout, gathered, buffer)
+        return self._ranks.mark()

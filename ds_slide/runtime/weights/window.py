@@ -17,9 +17,9 @@ from typing import Literal, Protocol
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.core.device import PASSED, Device, Marker
-from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.core.lanes import StreamWorker
+from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.device import PASSED, Marker
+from ds_slide.runtime.core.futures import Future
 from ds_slide.runtime.core.unit import Unit
 
 Direction = Literal["forward", "backward", "inference"]
@@ -82,9 +82,7 @@ class Window:
 
     def __init__(
         self,
-        device: Device,
-        h2d: StreamWorker,
-        failures: Failures,
+        context: Context,
         order: Sequence[Unit],
         buffers: Sequence[torch.Tensor],
         source: Source,
@@ -92,9 +90,9 @@ class Window:
     ) -> None:
         """Make the slots. `ahead` is told about the blocks after the slots each time they change."""
         self._ahead = ahead
-        self._device = device
-        self._h2d = h2d
-        self._failures = failures
+        self._device = context.device
+        self._h2d = context.lanes.h2d
+        self._failures = context.failures
         self._order = list(order)
         self._position = {unit.order: position for position, unit in enumerate(order)}
         self._source = source

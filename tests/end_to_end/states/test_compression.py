@@ -37,7 +37,7 @@ from torch import nn
 from ds_slide.checkpoint.compressed import NAME
 from ds_slide.compression.lsp import codec
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.runtime.core.unit import Update
+from ds_slide.runtime.core.update import Update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

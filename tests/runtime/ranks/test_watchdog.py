@@ -16,10 +16,11 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.ranks import watchdog as module
 from ds_slide.runtime.core.ranks.peers import Peer, State
-from ds_slide.runtime.core.ranks.watchdog import GRACE_S, LOST_S, Watchdog
+from ds_slide.runtime.core.ranks.watchdog import Times, Watchdog
 
 LIMIT_S = 100.0
-LOOK_S = LIMIT_S / 20
+TIMES = Times(LIMIT_S)
+LOOK_S, GRACE_S, LOST_S = TIMES.look_s, TIMES.grace_s, TIMES.lost_s
 
 
 class FakeDevice:
@@ -310,7 +311,7 @@ def test_the_last_line_is_the_first_failure(scene: Scene, capsys: pytest.Capture
 
 def test_no_last_act_keeps_the_process(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = threading.Event()
-    monkeypatch.setattr(module, "LAST_S", 0.01)
+    scene.watchdog._times = Times(LIMIT_S, last_s=0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for last in (blocked.wait, lambda: 1 // 0):
         monkeypatch.setattr(module.sys.stdout, "flush", last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +45,8 @@ class Rig:
         self.h2d = StreamWorker("h2d", device, failures, LaneMeter(), Delay(delay_ms, 1))
         self.updates = UpdateWorker(device, failures, LaneMeter(), Delay(delay_ms, 2))
         buffers = [torch.full((NUMEL,), -1.0) for _ in range(slots)]
-        self.window = Window(device, self.h2d, failures, units, buffers, self)
+        context: Any = SimpleNamespace(device=device, lanes=SimpleNamespace(h2d=self.h2d), failures=failures)
+        self.window = Window(context, units, buffers, self)
 
     def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
         self.fills.append(unit.order)
