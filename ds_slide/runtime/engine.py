@@ -11,7 +11,6 @@ It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
 from __future__ import annotations
 
 import atexit
-import functools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -47,7 +46,8 @@ from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.saved_weights import SavedWeights
 from ds_slide.runtime.weights.wide_hooks import WideHooks
 from ds_slide.runtime.weights.window import Slot
-from ds_slide.store.tiers import Ways
+from ds_slide.store.in_memory import KeptOnGpu
+from ds_slide.store.tiers import Held
 
 
 class Newcomers(Protocol):
@@ -363,13 +363,11 @@ class SlideRuntime:
             if not unit.gradient_ready:
                 continue
             unit.gradient_ready = False
-            unit.state.gradient.choose(
-                Ways(
-                    on_gpu=functools.partial(self._update_on_gpu, unit, hypers, grad_scale),
-                    held=functools.partial(self.parts.updating.queue, unit, hypers, grad_scale),
-                    at_once=lambda: None,  # the update is under way
-                )
-            )
+            match unit.state.gradient:  # an update of a gradient that is not held is under way
+                case KeptOnGpu(gradient=kept):
+                    self._update_on_gpu(unit, hypers, grad_scale, kept.tensor)
+                case Held() as held:
+                    self.parts.updating.queue(unit, hypers, grad_scale, held)
         if self.deferred:
             self.resident_weights.fetch_updated()
             if self._window is not None:
@@ -448,7 +446,8 @@ class SlideRuntime:
         self.take_back((unit,))
         self.parked.bring_back(unit)
         unit.arrived.synchronize()
-        unit.state.settle(unit.completed.synchronize)
+        with unit.state.settling():
+            unit.completed.synchronize()
         if unit.chunk_rows:
             # A forward that has been submitted may still be reading the state buffer.
             self.parts.context.lanes.outer_h2d.drain()
