@@ -80,7 +80,7 @@ class SlideZeroOffload(ParameterOffload, DeepSpeedZeRoOffload):
         return {
             "memory": dict(parts.memory_report),
             "pools": parts.pool_report(),
-            "ssd": {} if parts.ssd is None else parts.ssd.statistics(),
+            "ssd": {} if parts.ssd is None else parts.ssd.store.statistics(),
             "kernels": self.kernels.as_dict(),
         }
 

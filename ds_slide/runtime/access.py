@@ -64,7 +64,8 @@ class StateAccess:
         self.take_back((unit,))
         self._runtime.parked.bring_back(unit)
         unit.gradient.arrived.synchronize()
-        unit.state.settle(unit.completed.synchronize)
+        with unit.state.settling():
+            unit.completed.synchronize()
         if unit.chunk_rows:
             # A forward that has been submitted may still be reading the state buffer.
             self._parts.context.lanes.outer_h2d.drain()

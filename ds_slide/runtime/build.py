@@ -32,7 +32,7 @@ from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.build_activations import make_spare_memory
-from ds_slide.runtime.build_ssd import open_ssd, provide_buffers, read_ahead
+from ds_slide.runtime.build_ssd import open_ssd, provide_buffers
 from ds_slide.runtime.build_units import begin_codecs, join_parts, load_weights, make_unit
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.allocator import Allocator
@@ -231,13 +231,14 @@ def _parts(module: nn.Module, context: Context, units: list[Unit], ssd: SsdState
     shared, allocator = context.shared, context.allocator
     if ssd is not None:
         provide_buffers(context, ssd)
-        context.recorder.watch_ssd(ssd.statistics)
+        context.recorder.watch_ssd(ssd.store.statistics)
     # Weights are uploaded into slots of the window, or into buffers that stay on the GPU.
     uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
-        window = Window(context, streamed, slots, uploads, read_ahead(ssd, context.settings))
+        ahead = ssd if ssd is not None and ssd.horizon else None
+        window = Window(context, streamed, slots, uploads, ahead)
     # Gradients leave the GPU through staging buffers and the pools.
     stagings = make_stagings(allocator, ranks.world_size, failures)
     ranks.connect(stagings[0].packed, stagings[0].own, context.settings.gradient_dtype)

@@ -10,7 +10,6 @@ It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -38,7 +37,8 @@ from ds_slide.runtime.weights.outputs import OutputEvents
 from ds_slide.runtime.weights.resident_weights import ResidentWeights
 from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.window import Slot
-from ds_slide.store.tiers import Ways
+from ds_slide.store.in_memory import KeptOnGpu
+from ds_slide.store.tiers import Held
 
 
 class Newcomers(Protocol):
@@ -275,13 +275,11 @@ class SlideRuntime:
             if not unit.gradient.ready:
                 continue
             unit.gradient.ready = False
-            unit.state.gradient.choose(
-                Ways(
-                    on_gpu=functools.partial(self._update_on_gpu, unit, hypers, grad_scale),
-                    held=functools.partial(self.parts.updating.queue, unit, hypers, grad_scale),
-                    at_once=lambda: None,  # the update is under way
-                )
-            )
+            match unit.state.gradient:  # an update of a gradient that is not held is under way
+                case KeptOnGpu(gradient=kept):
+                    self._update_on_gpu(unit, hypers, grad_scale, kept.tensor)
+                case Held() as held:
+                    self.parts.updating.queue(unit, hypers, grad_scale, held)
         if self.parts.updating.deferred:
             self.resident_weights.fetch_updated()
             if self.parts.window is not None:

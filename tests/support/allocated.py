@@ -95,7 +95,7 @@ class Counted:
             nbytes = entries[what].nbytes if what in entries else None
             if (nbytes or 0) != found.get(what, 0):
                 yield f"{what}: {found.get(what)} bytes on SSD, {nbytes} in the plan"
-        files = [] if runtime.parts.ssd is None else runtime.parts.ssd.store.descriptors
+        files = [] if runtime.parts.ssd is None else runtime.parts.ssd.store.files.descriptors
         # A page more than is ever written, by which a file that was cut is found.
         sizes = sum(os.stat(f"/proc/self/fd/{descriptor}").st_size - PAGE for descriptor in files)
         if sizes != sum(each.nbytes for each in entries.values()):

@@ -35,7 +35,7 @@ from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.pool import Lease
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.ssd.extents import whole_pages
-from ds_slide.store.ssd.store import Part
+from ds_slide.store.ssd.files import Part
 
 
 @dataclass(eq=False)

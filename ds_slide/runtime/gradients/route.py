@@ -33,7 +33,8 @@ from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.apply import UpdateStep
 from ds_slide.runtime.updates.speculation import Speculation
 from ds_slide.runtime.updates.updating import Updating
-from ds_slide.store.tiers import Held, Ways
+from ds_slide.store.in_memory import KeptOnGpu
+from ds_slide.store.tiers import Held
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,13 @@ class Gradients:
         if final:
             self._updating.speculating.begin(unit, self.hypers, self.grad_scale)
 
-        def send(submit: Callable[[_Arrival], None]) -> None:
-            self._send_to_host(unit, final, source or self._prepare(unit), submit)
-
-        unit.state.gradient.choose(
-            Ways(
-                on_gpu=lambda kept: self._keep_on_gpu(unit, kept),
-                held=lambda held: send(functools.partial(self._submit_held, held)),
-                at_once=lambda: send(self._submit_update),
-            )
-        )
+        match unit.state.gradient:
+            case KeptOnGpu(gradient=kept):
+                self._keep_on_gpu(unit, kept.tensor)
+            case Held() as held:
+                self._send_to_host(unit, final, source or self._prepare(unit), held)
+            case _:
+                self._send_to_host(unit, final, source or self._prepare(unit), None)
         unit.drop_gradients()
         unit.gradient.ready = True
 
@@ -194,7 +192,8 @@ class Gradients:
         if unit.gradient.square_sum.place == "device":
             self.square_sums[unit.order] += square_sum(part)
 
-    def _send_to_host(self, unit: Unit, final: bool, source: Source, submit: Callable[[_Arrival], None]) -> None:
+    def _send_to_host(self, unit: Unit, final: bool, source: Source, held: Held | None) -> None:
+        """`held`: where the gradient waits for the step, None where it goes straight to its update."""
         adds = unit.gradient.ready or unit.converts_gradient
         unit.gradient.square_sum = SquareSum(None if adds else "device")
         try:
@@ -211,20 +210,11 @@ class Gradients:
             first = not unit.gradient.ready
             arrived, held_sum = unit.gradient.arrived, unit.gradient.square_sum
             ahead = self._updating.speculating.of(unit)
-            submit(
-                _Arrival(
-                    unit,
-                    source,
-                    packed,
-                    arrived,
-                    before,
-                    first,
-                    final,
-                    adds,
-                    held_sum,
-                    ahead,
-                )
-            )
+            arrival = _Arrival(unit, source, packed, arrived, before, first, final, adds, held_sum, ahead)
+            if held is None:
+                self._submit_update(arrival)
+            else:
+                self._submit_held(held, arrival)
         except BaseException as error:  # an interrupt: whether the lane has the gradient is not known
             self._failures.record("compute", error)
             raise
@@ -257,19 +247,16 @@ class Gradients:
         for future in arrival.before:  # the last step's update may still be reading the held gradient
             future.wait()
 
-        def copy(target: torch.Tensor) -> None:
-            end = self._copy_all(arrival, target)
-            arrival.arrived.keep(end)
-            self._is_held(arrival, end)
+        def store(_: slice, buffer: torch.Tensor) -> int:  # called once: a ring buffer takes a whole gradient here
+            held.store(buffer)
+            return 0
 
-        def stage(store: Callable[[torch.Tensor], None]) -> None:
-            def run(_: slice, buffer: torch.Tensor) -> int:  # called once: a ring buffer takes a whole gradient here
-                store(buffer)
-                return 0
-
-            self._through_ring(arrival, run)
-
-        held.take(copy, stage)
+        if (target := held.tensor) is None:
+            self._through_ring(arrival, store)
+            return
+        end = self._copy_all(arrival, target)
+        arrival.arrived.keep(end)
+        self._is_held(arrival, end)
 
     def _add_on_arrival(self, arrival: _Arrival, held: Held) -> None:
         # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.

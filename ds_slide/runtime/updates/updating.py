@@ -17,7 +17,7 @@ from ds_slide.runtime.core.update import Update
 from ds_slide.runtime.updates.apply import HostUpdates, UpdateStep
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating, Speculation
-from ds_slide.store.state import Leased
+from ds_slide.store.state import SpanLease
 from ds_slide.store.tiers import Held
 
 
@@ -98,30 +98,30 @@ class Updating:
         back."""
         span = unit.spans[index]
 
-        def apply(leased: Leased, part: Part) -> int:
+        def apply(lease: SpanLease, part: Part) -> int:
             with self.passes.timed():
-                return self._host.run(unit, span, leased(), gradient.load(span), step, part)
+                return self._host.run(unit, span, lease.state_buffers(), gradient.load(span), step, part)
 
-        def run(leased: Leased) -> int:
+        def run(lease: SpanLease) -> int:
             moved = 0
             if speculation is None or not speculation.end(step):
-                moved = apply(leased, "weights" if update.two_passes else "whole")
+                moved = apply(lease, "weights" if update.two_passes else "whole")
             update.finish(index)
             gradient.used()
             if not update.two_passes:
-                unit.state.put_back(index, span)
+                lease.put_back()
             return moved
 
-        def run_states(leased: Leased) -> int:
-            moved = apply(leased, "states")
-            unit.state.put_back(index, span)
+        def run_states(lease: SpanLease) -> int:
+            moved = apply(lease, "states")
+            lease.put_back()
             update.finish_states()
             return moved
 
         # With two passes the lane gets both at once, and takes the states after all weights that are queued.
-        def submit(leased: Leased) -> None:
-            self._lane.submit(unit.order, ready, lambda: run(leased))
+        def submit(lease: SpanLease) -> None:
+            self._lane.submit(unit.order, ready, lambda: run(lease))
             if update.two_passes:
-                self._lane.submit(unit.order, ready, lambda: run_states(leased), "update of states", "later")
+                self._lane.submit(unit.order, ready, lambda: run_states(lease), "update of states", "later")
 
         unit.state.lease(index, span, update, submit, reserved=reserved)

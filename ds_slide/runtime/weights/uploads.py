@@ -68,8 +68,10 @@ class Uploads:
             return self._fill_from_all(unit, parts, buffer)
         numel = unit.layout.local_numel
         target = own_part(unit, buffer) if unit.is_gathered else buffer[:numel]
-        with unit.state.weights.for_upload(lambda: self._copied(unit)) as weight:
+        with unit.state.weights.for_upload() as weight:
             target.copy_(weight, non_blocking=True)
+            if unit.state.weights.buffer.tier == "ssd":  # the host buffer goes to other weights at the end
+                self._copied(unit)
         return numel * buffer.element_size()
 
     def _fill_from_all(self, unit: Unit, parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,20 +58,32 @@ def pool_of(count: int, failures: Failures) -> BufferPool:
     return BufferPool(_native.Pool(1, count, False, False), failures, "buffers for gradients")
 
 
+@dataclass
+class Weights:
+    """The source of a cache. `cache`: the cache where a load ends at once, None where it never ends."""
+
+    cache: BufferCache[int] | None = None
+    what: str = "weights"
+
+    def load(self, key: int, _buffer: torch.Tensor) -> None:
+        if self.cache is not None:
+            self.cache.end_load(key)
+
+    def owner(self, key: int) -> str:
+        return f"blocks.{key}"
+
+
 def held(failures: Failures) -> None:
-    cache: BufferCache[int] = BufferCache(
-        pool_of(1, failures), lambda *_: None, failures, what="weights", named=lambda key: f"blocks.{key}"
-    )
+    cache: BufferCache[int] = BufferCache(Weights(), failures, pool=pool_of(1, failures))
     with cache.held(3):
         pass
 
 
 def forgotten(failures: Failures) -> None:
-    cache: BufferCache[int] = BufferCache(
-        pool_of(1, failures), lambda _key, _buffer, then: then(), failures, what="states"
-    )
+    weights = Weights()
+    cache = weights.cache = BufferCache(weights, failures, pool=pool_of(1, failures))
     cache.take(0, lambda _: None, urgent=True)
-    cache.forget(lambda key: key == 0)
+    cache.forget([0])
 
 
 def drained(failures: Failures) -> None:
@@ -91,7 +104,7 @@ WAITS: dict[str, tuple[Callable[[Failures], Any], str]] = {
     "future": (lambda failures: Future(failures, "the sunrise").wait(), "the sunrise"),
     "pool": (lambda failures: pool_of(0, failures).lease(), "one of the buffers for gradients"),
     "buffer": (held, "the weights of blocks.3 to be read from SSD"),
-    "forget": (forgotten, "the states to be written to SSD"),
+    "forget": (forgotten, "the weights to be written to SSD"),
     "drain": (drained, "the updates that are under way"),
     "rows": (piece, "the next rows of a streamed gradient"),
 }
