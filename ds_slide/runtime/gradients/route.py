@@ -32,7 +32,7 @@ from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Stagin
 from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.apply import UpdateStep
 from ds_slide.runtime.updates.speculation import Speculation
-from ds_slide.runtime.updates.updating import Updating
+from ds_slide.runtime.updates.updating import UnitUpdate, Updating
 from ds_slide.store.in_memory import KeptOnGpu
 from ds_slide.store.tiers import Held
 
@@ -234,8 +234,8 @@ class Gradients:
         unit = arrival.unit
         unit.state.reserve(len(unit.spans))
         # Gradients that are not held are not clipped either.
-        update, step = unit.open_update(self._failures), UpdateStep(tuple(unit.trained.begin(self.hypers)), 1.0)
-        self._d2h.submit(lambda: self._update_on_arrival(arrival, update, step))
+        futures, step = unit.open_update(self._failures), UpdateStep(tuple(unit.trained.begin(self.hypers)), 1.0)
+        self._d2h.submit(lambda: self._update_on_arrival(arrival, futures, step))
 
     def _submit_held(self, held: Held, arrival: _Arrival) -> None:
         way = self._add_on_arrival if arrival.adds else self._hold
@@ -294,13 +294,13 @@ class Gradients:
         if arrival.speculation is not None:
             self._updating.speculating.submit(arrival.speculation, end)
 
-    def _update_on_arrival(self, arrival: _Arrival, update: Update, step: UpdateStep) -> None:
+    def _update_on_arrival(self, arrival: _Arrival, futures: Update, step: UpdateStep) -> None:
         unit, lease = arrival.unit, self._context.ring(arrival.unit).lease()
         gradient = _InRing(lease, _of_dtype(lease.buffer, unit.codec.dtype), len(unit.spans))
-        marker = PASSED
+        update, marker = UnitUpdate(self._updating, unit, futures, gradient, step), PASSED
         for index, span in enumerate(unit.spans):
             marker = self._copy(arrival, span, gradient.whole)
-            self._updating.start(unit, index, update, marker, gradient, step, reserved=True)
+            update.start(index, marker, reserved=True)
         arrival.source.release(marker)
         arrival.arrived.keep(marker)
 
