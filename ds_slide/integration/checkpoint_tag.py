@@ -130,7 +130,7 @@ def _verify(engine: Any, directory: Path, tag: str, every_rank: Callable[[Path],
     if manifest is None:
         _check_that_none_is_due(engine, path, there)
     else:
-        manifest.check(path, lambda name: name in names)
+        manifest.check(path, names)
         manifest.check_listed(path, map(os.path.basename, there))
     _read_all(there)
     if not every_rank(path) and os.path.lexists(states := engine._get_ckpt_name(str(directory), tag)):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
@@ -59,11 +59,6 @@ class _Region:
     files: Sequence[_RegionFile]
 
 
-class _Mount(NamedTuple):
-    json_path: str
-    files: RunFiles
-
-
 class StateFiles:
     """A logical address space, striped over files in each of `parents`: (JSON path for messages, directory). Each
     directory gets its part in proportion to its bandwidth, which is measured when there are several. `io`: the I/O
@@ -82,7 +77,7 @@ class StateFiles:
         self._new_directories = missing_directories(parent for _, parent in parents)
         engine = None
         try:
-            self._mounts = [_Mount(json_path, RunFiles(parent, json_path=json_path)) for json_path, parent in parents]
+            self._mounts = [RunFiles(parent, json_path=json_path) for json_path, parent in parents]
             self.striping = Striping(_bandwidths(self._mounts, settings.backend))
             self._require_space(nbytes)
             self.io = engine = make_engine(settings, len(parents))
@@ -160,7 +155,7 @@ class StateFiles:
     def _region_at(self, offset: int) -> _Region | None:
         return next((each for each in self._regions if 0 <= offset - each.start < each.nbytes), None)
 
-    def _shares(self, nbytes: int) -> Iterator[tuple[_Mount, int]]:
+    def _shares(self, nbytes: int) -> Iterator[tuple[RunFiles, int]]:
         """Return each mount with its share of `nbytes`."""
         return zip(self._mounts, self.striping.file_sizes(nbytes), strict=True)
 
@@ -168,8 +163,7 @@ class StateFiles:
         """Raise SlideError where `nbytes` do not fit, before any file is made. Mounts may share a filesystem."""
         needs: Counter[int] = Counter()
         for mount, share in self._shares(nbytes):
-            path = mount.files.path
-            device = path.stat().st_dev
+            path, device = mount.path, mount.path.stat().st_dev
             needs[device] += share
             if needs[device] > (free := shutil.disk_usage(path).free):
                 raise SlideError(
@@ -193,14 +187,14 @@ class StateFiles:
         self._regions.append(_Region(self.nbytes, nbytes, files))
         self.nbytes += nbytes
 
-    def _open(self, name: str, made: list[tuple[RunFile, int]], mount: _Mount, nbytes: int) -> _RegionFile:
+    def _open(self, name: str, made: list[tuple[RunFile, int]], mount: RunFiles, nbytes: int) -> _RegionFile:
         """Make a file called `name` for `nbytes`, and add it to `made` with its length."""
-        json_path, place = mount
+        json_path, path = mount.json_path, mount.path
         if nbytes == 0:
             if not self._regions:
-                _log.warning("%s: %s is so much slower than the others that it is left out", json_path, place.path)
-            return _RegionFile(None, str(place.path), False)
-        file = place.make(name)
+                _log.warning("%s: %s is so much slower than the others that it is left out", json_path, path)
+            return _RegionFile(None, str(path), False)
+        file = mount.make(name)
         try:
             # One page more than is ever written: later writes never restore the length of a file that was cut.
             # Otherwise its holes would be read as zeros.
@@ -217,23 +211,23 @@ class StateFiles:
                 "%s: the filesystem of %s refuses O_DIRECT, so states pass through the page cache, which costs memory "
                 "and speed; name a directory on a local ext4 or xfs disk",
                 json_path,
-                place.path,
+                path,
             )
         return _RegionFile(number, file.label, is_direct)
 
 
-def _bandwidths(mounts: Sequence[_Mount], backend: str) -> list[float]:
+def _bandwidths(mounts: Sequence[RunFiles], backend: str) -> list[float]:
     """Return the bandwidths of the mounts. Only their ratios matter."""
     if len(mounts) == 1:
         return [1.0]
     weights = []
     for mount in mounts:
         try:
-            weights.append(mixed_bandwidth(mount.files, backend))
+            weights.append(mixed_bandwidth(mount, backend))
         except SlideError:
             raise
         except (OSError, RuntimeError) as error:
-            raise _unusable(mount.json_path, str(mount.files.path), error) from error
+            raise _unusable(mount.json_path, str(mount.path), error) from error
     return weights
 
 

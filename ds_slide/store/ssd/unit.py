@@ -81,18 +81,12 @@ class OnSsd:
     numel: int
     per_piece: int
     offsets: Sequence[int]
-
-    @property
-    def tier(self) -> Tier:
-        return "ssd"
+    tier: Tier = "ssd"
+    tensor: None = None
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
-
-    @property
-    def tensor(self) -> None:
-        return None
 
     def view(self, items: slice) -> None:  # noqa: ARG002
         return None
@@ -117,12 +111,12 @@ class OnSsd:
             inner.copy_(flat[at : at + nbytes])
             self.store.write_now([part])
 
-    def transfers(self, buffer_bytes: int) -> Iterator[tuple[slice, Callable[[torch.Tensor], Part]]]:
-        """Yield (bytes of the state buffer, function that makes their transfer with a buffer), until all bytes are
-        covered. `buffer_bytes`: bytes of a buffer, whole pages. The bytes are at its beginning, and the rest of the
-        last page is unused."""
+    def transfers(self, buffer_bytes: int) -> Iterator[tuple[slice, int]]:
+        """Yield (bytes of the state buffer, offset of their transfer in the store), until all bytes are covered.
+        `buffer_bytes`: bytes of a buffer, whole pages. The bytes are at its beginning, and the rest of the last page is
+        unused."""
         for at, offset, nbytes in self._runs(slice(0, self.numel), buffer_bytes):
-            yield slice(at, at + nbytes), functools.partial(_whole_pages_at, offset, nbytes)
+            yield slice(at, at + nbytes), offset
 
     def _runs(self, items: slice, most_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield (byte in `items`, byte offset in the store, bytes) of spans in one piece, of at most `most_bytes`."""
@@ -132,10 +126,6 @@ class OnSsd:
             last = min(items.stop, item + most_bytes // size, (piece + 1) * self.per_piece)
             yield (item - items.start) * size, self.offsets[piece] + within * size, (last - item) * size
             item = last
-
-
-def _whole_pages_at(offset: int, nbytes: int, buffer: torch.Tensor) -> Part:
-    return Part(offset, buffer.data_ptr(), whole_pages(nbytes))
 
 
 def in_one_piece(store: SsdStore, dtype: torch.dtype, numel: int, offset: int) -> OnSsd:

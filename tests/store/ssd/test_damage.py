@@ -243,7 +243,7 @@ def test_what_cannot_come_on_one_disk_is_given_back_on_the_others(
 ) -> None:
     monkeypatch.setattr(files, "mixed_bandwidth", lambda *_: 1.0)
     made = make(mounts=2)
-    first, second = (mount.files for mount in made.store.files._mounts)
+    first, second = made.store.files._mounts
     opened: list[Any] = []
     monkeypatch.setattr(first, "make", lambda name: opened.append(RunFiles.make(first, name)) or opened[-1])
 

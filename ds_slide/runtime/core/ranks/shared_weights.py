@@ -88,8 +88,8 @@ class SharedWeights:
             self.parts[unit.order] = [
                 weight
                 if rank == self._ranks.rank
-                else self._memory.mapped(
-                    descriptor, part.offset, weight.numel(), weight.dtype, transfers=True, counts=False
+                else self._memory.tensor(
+                    weight.numel(), weight.dtype, transfers=True, place=(descriptor, part.offset), counts=False
                 )
                 for rank, descriptor in enumerate(descriptors)
             ]
