@@ -108,7 +108,7 @@ class SlideRuntime:
             *OuterHooks.on(self._module, outer_units, self.resident_weights),
             *WideHooks.on(self._module, self.units, self.device.torch.type),
             RootHooks(self._module, self._root, self),
-            *CacheHooks.on(self._module, self.parts.spare.activations.leave_unasked),
+            *CacheHooks.on(self._module, self.parts.spare.activations),
         ]
 
     @property
