@@ -147,7 +147,7 @@ class _Prologue:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `engine.backward`: an operator that finds no GPU memory runs again (`ds_slide.runtime.memory.retries`).
+# `engine.backward`: an operator that finds no GPU memory runs again (`ds_slide.runtime.memory.shortage`).
 #
 # `loss.backward()` of a script is noticed only when its backward has begun, which is too late.
 

@@ -62,7 +62,7 @@ def log_start(engine: Any) -> None:
             ranks=parts.context.ranks.world_size,
             deferred=parts.deferred if parts.context.trains else None,
             kernels=kernels,
-            shares_out=parts.spare.is_shared_out,
+            shares_out=parts.spare.room.budget.exists,
         )
     )
     if not parts.memory_report["blocks"]:

@@ -31,8 +31,9 @@ from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
-from ds_slide.runtime.build_activations import make_spare_memory
-from ds_slide.runtime.build_ssd import open_ssd, provide_buffers
+from ds_slide.runtime.activations.activations import Activations
+from ds_slide.runtime.activations.checkpointing import may_be_unasked
+from ds_slide.runtime.build_ssd import open_ssd, provide_buffers, space_for_inputs
 from ds_slide.runtime.build_units import begin_codecs, join_parts, load_weights, make_unit
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.allocator import Allocator
@@ -55,6 +56,8 @@ from ds_slide.runtime.gradients.agreement import Agreement
 from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Staging
+from ds_slide.runtime.memory.gpu_room import Budget
+from ds_slide.runtime.memory.spare_memory import SpareMemory
 from ds_slide.runtime.memory.states import RunningStates
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates
@@ -103,7 +106,7 @@ def build_runtime(module: nn.Module, blueprint: Blueprint) -> SlideRuntime:
         context.allocator.require_all_given()
         runtime = SlideRuntime(module, parts)
         if settings.slide.gpu_states == "auto":
-            parts.spare.states = RunningStates(runtime)
+            parts.spare.room.states = RunningStates(runtime)
     except BaseException:
         # No lane has a job yet, so none waits for another lane, or for the disk.
         started.close()
@@ -296,3 +299,23 @@ def _row_buffers(context: Context, units: Sequence[Unit]) -> RowBuffers | None:
     weights = context.allocator.buffers(rows_of(unit.name))
     trained = context.allocator.buffers(row_gradients_of(unit.name)) if unit.trainable else []
     return RowBuffers.of(unit, weights, trained)
+
+
+def make_spare_memory(module: nn.Module, context: Context, units: Sequence[Unit], updating: Updating) -> SpareMemory:
+    """Make the spare memory of the engine of `module`."""
+    settings, device = context.settings, context.device
+    gpu = device if device.is_cuda and settings.trains else None
+    limit = settings.slide.gpu_memory if settings.trains else None
+    wanted = settings.slide.activations
+    blocks = [unit for unit in units if unit.spec.kind == "block" and wanted != "as_written"]
+    space = space_for_inputs(context) if blocks and settings.trains else None
+    activations = Activations(context, blocks, may_be_unasked(module, blocks), space)
+    budget = Budget(gpu, limit)
+    return SpareMemory(context, activations, budget, updating, _vocabulary(module))
+
+
+def _vocabulary(module: nn.Module) -> int:
+    """Return the number of logits per token of a transformers model's head; 0 for models without a head."""
+    outputs = getattr(module, "get_output_embeddings", None)
+    head = None if outputs is None else outputs()
+    return int(getattr(head, "out_features", 0))

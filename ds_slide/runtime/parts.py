@@ -60,7 +60,7 @@ class Parts:
     def taken(self) -> Taken:
         """Bytes that this engine takes of the limits that all engines of a process share."""
         taken = self.plan.taken
-        return replace(taken, host_states=taken.host_states + self.spare.activations.host_bytes)
+        return replace(taken, host_states=taken.host_states + self.spare.activations.inputs.buffers.nbytes)
 
     @property
     def kept(self) -> int:

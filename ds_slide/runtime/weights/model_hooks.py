@@ -105,7 +105,7 @@ class ModelHooks:
             *OuterHooks.on(self._module, outer_units, runtime.resident_weights),
             *WideHooks.on(self._module, runtime.units, runtime.device.torch.type),
             RootHooks(self._module, runtime.root, runtime),
-            *CacheHooks.on(self._module, runtime.parts.spare.activations.leave_unasked),
+            *CacheHooks.on(self._module, runtime.parts.spare.activations),
         ]
 
     @property

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from contexts import context_of
 
-from ds_slide.report.trace import Requests
-from ds_slide.runtime.activations.input_buffers import InputBuffers
 from ds_slide.runtime.activations.input_disk import InputDisk, Place
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.pool import Lease
 from ds_slide.runtime.ssd.space import SpaceOnSsd
-from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.ssd.files import Part
 from ds_slide.store.ssd.store import SsdStore
 
@@ -71,9 +69,8 @@ class Setup:
         maker: Any = LateStoreMaker(folder, failures)
         self.stores: list[SsdStore] = maker.stores
         space = SpaceOnSsd(maker, 1)
-        memory = HostMemory(page_lock=False, huge_pages=False)
-        self.buffers = InputBuffers(memory, lambda: 1 << 30, {}, failures)
-        self.disk = InputDisk(self.buffers, space, lambda: self.thread, device, failures, Requests())
+        self.disk = InputDisk(context_of(device, failures=failures), space)
+        self.disk._made, self.buffers = self.thread, self.disk._buffers
 
     @property
     def store(self) -> Any:

@@ -1,4 +1,4 @@
-"""Peaks of spans that overlap, what does not grow with a batch, and what steps have shown."""
+"""Peaks of spans that overlap, and what does not grow with a batch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_slide.plan.spare import Measured, Shape, fixed_bytes
-from ds_slide.runtime.memory.peaks import Peaks
-from ds_slide.runtime.memory.proof import CLEAN_STEPS, Proof
+from ds_slide.runtime.memory.batch_need import Peaks
 
 
 class Gpu:
@@ -51,36 +50,6 @@ def test_without_a_gpu_there_is_no_peak() -> None:
     peaks = Peaks(None)
     peaks.begin("a")
     assert peaks.of("a") == peaks.end("a") == 0
-
-
-def test_clean_steps_show_that_there_is_memory() -> None:
-    proof = Proof()
-    for _ in range(CLEAN_STEPS):
-        assert not proof.covers(100) and proof.is_open
-        proof.end_step(went_well=True)
-    assert proof.covers(100) and proof.covers(50) and not proof.is_open
-    assert not proof.covers(120)
-
-
-def test_a_step_that_had_to_look_for_memory_shows_nothing() -> None:
-    proof = Proof()
-    for went_well in (True, False, True):
-        assert not proof.covers(100)
-        proof.end_step(went_well=went_well)
-    assert not proof.covers(100)
-    proof.end_step(went_well=True)
-    assert proof.covers(100)
-    proof.end_step(went_well=False)
-    assert not proof.covers(100)
-
-
-def test_what_was_shown_is_forgotten_with_a_decision() -> None:
-    proof = Proof()
-    for _ in range(CLEAN_STEPS):
-        proof.covers(100)
-        proof.end_step(went_well=True)
-    proof.begin()
-    assert not proof.covers(100)
 
 
 @given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 400), st.integers(1, 400))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_slide.runtime.activations.mixing import _sum
+from ds_slide.runtime.activations.measuring import _sum
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 19])

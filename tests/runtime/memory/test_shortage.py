@@ -1,4 +1,4 @@
-"""Operators that find no memory run again; the mode that does so leaves no trace."""
+"""Operators that find no memory run again; the mode that does so leaves no trace; what steps have shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ds_slide.runtime.memory.retries import Retries
+from ds_slide.runtime.memory.shortage import CLEAN_STEPS, Proof, Retries
 
 
 class Failing(TorchDispatchMode):
@@ -126,3 +126,33 @@ def test_it_is_in_force_in_a_backward_and_not_behind() -> None:
     with Failing(2), mode.around_backward():
         loss.backward()
     assert reserve.left == 7 and torch.equal(weight.grad, torch.full((3,), 2.0)) and not mode.is_in_force
+
+
+def test_clean_steps_show_that_there_is_memory() -> None:
+    proof = Proof()
+    for _ in range(CLEAN_STEPS):
+        assert not proof.covers(100) and proof.is_open
+        proof.end_step(went_well=True)
+    assert proof.covers(100) and proof.covers(50) and not proof.is_open
+    assert not proof.covers(120)
+
+
+def test_a_step_that_had_to_look_for_memory_shows_nothing() -> None:
+    proof = Proof()
+    for went_well in (True, False, True):
+        assert not proof.covers(100)
+        proof.end_step(went_well=went_well)
+    assert not proof.covers(100)
+    proof.end_step(went_well=True)
+    assert proof.covers(100)
+    proof.end_step(went_well=False)
+    assert not proof.covers(100)
+
+
+def test_what_was_shown_is_forgotten_with_a_decision() -> None:
+    proof = Proof()
+    for _ in range(CLEAN_STEPS):
+        proof.covers(100)
+        proof.end_step(went_well=True)
+    proof.begin()
+    assert not proof.covers(100)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from contexts import context_of
 
 from ds_slide.plan.sharing import HEADROOM, HEADROOM_OF_VARYING, Offer, share_out
 from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Shape, Slots
@@ -15,15 +16,12 @@ from ds_slide.plan.step_model import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
+from ds_slide.runtime.activations.costs import BlockCosts
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory import spare_memory
-from ds_slide.runtime.memory.spare_memory import (
-    FIRST_PAUSE,
-    LOOKS,
-    Budget,
-    SpareMemory,
-)
+from ds_slide.runtime.memory.gpu_room import Budget
+from ds_slide.runtime.memory.spare_memory import FIRST_PAUSE, LOOKS, SpareMemory
 
 TOTAL, RESIDENT, UNIT = 16_000, 2_000, 1_000
 MARGIN = int(TOTAL * MARGIN_SHARE)
@@ -138,6 +136,16 @@ class Updating:
         return self.found
 
 
+class OfGpu(Budget):
+    """All that is on the GPU counts."""
+
+    gpu: Any
+
+    @property
+    def placed(self) -> int:
+        return int(self.gpu.on_gpu)
+
+
 class Run:
     """A training. `stall`: seconds of a step of 1 s in which the GPU waits for the host."""
 
@@ -146,12 +154,12 @@ class Run:
         self.units = Units(self.gpu)
         self.updating = Updating()
         device = Device(torch.device("cpu"))
-        self.recorder = StepRecorder(device, Waits(device))
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": 1 - stall, "bytes": 0}}
+        self.recorder = StepRecorder(device, Waits(device))
         self.recorder.latest = StepStatistics(1, 1.0, 1.0, "compute", lanes, {})
-        budget = Budget(self.gpu, limit, lambda: self.gpu.on_gpu)
-        self.spare = SpareMemory(Activations([], device), budget, ranks or Ranks(), self.recorder, self.updating)
-        self.spare.states = self.units
+        context = context_of(device, ranks=ranks or Ranks(), recorder=self.recorder)
+        self.spare = SpareMemory(context, Activations(context, []), OfGpu(self.gpu, limit), self.updating)
+        self.spare.room.states = self.units
 
     def forward(self, batch: Sequence[int] = (1, TOKENS)) -> None:
         self.spare.begin_forward((), {"input_ids": torch.zeros(*batch, dtype=torch.long)})
@@ -216,7 +224,7 @@ def test_slots_go_where_states_do_not_suffice() -> None:
 def test_a_longer_batch_takes_no_states_for_a_need_that_it_cannot_have(square: float | None) -> None:
     """Memory that has been seen to hold nothing for each pair of tokens grows with their number."""
     run = Run()
-    run.spare.activations.square_bytes = lambda _: square  # type: ignore[method-assign]
+    run.spare.activations.costs.square_bytes = lambda _: square  # type: ignore[method-assign]
     run.steps(LOOKS[0])
     before = len(run.units.orders)
     run.forward((1, 2 * TOKENS))
@@ -331,7 +339,7 @@ def test_a_longer_batch_is_known_once_it_has_run() -> None:
     run.step((1, 2 * TOKENS))
     left = list(run.units.orders)
     assert left == list(range((TOTAL - MARGIN - RESIDENT - 4 * TOKENS * BYTES_PER_TOKEN) // UNIT))
-    need = run.spare._need
+    need = run.spare.need
     assert need is not None and need.nbytes < 4 * TOKENS * BYTES_PER_TOKEN
     run.step((1, 2 * TOKENS))
     assert run.units.orders == left
@@ -342,12 +350,12 @@ def test_the_margin_grows_where_torch_finds_no_room() -> None:
     run.steps(LOOKS[1])
     run.gpu.retries += 5  # for what has just been decided
     run.steps(3)
-    assert run.spare._margin == MARGIN
-    margins = [run.spare._margin]
+    assert run.spare.room.margin == MARGIN
+    margins = [run.spare.room.margin]
     run.gpu.retries_of_a_batch = 1
     for _ in range(20):
         run.step()
-        margins.append(run.spare._margin)
+        margins.append(run.spare.room.margin)
     assert margins[1] > MARGIN and margins == sorted(margins) and margins[-1] == 4 * MARGIN
 
 
@@ -394,7 +402,7 @@ def test_what_others_take_is_counted_once() -> None:
     run.steps(LOOKS[1] + 2)
     run.gpu.on_gpu += UNIT
     run.steps(3)
-    assert run.spare._need is not None and run.spare._need.nbytes == TOKENS * BYTES_PER_TOKEN
+    assert run.spare.need is not None and run.spare.need.nbytes == TOKENS * BYTES_PER_TOKEN
 
 
 @pytest.mark.parametrize("after", [1, 2, LOOKS[1] + 2])
@@ -406,10 +414,10 @@ def test_the_peak_of_others_is_no_need_of_a_batch(after: int) -> None:
     with torch.no_grad():
         run.forward((1, TOKENS))
     run.steps(LOOKS[1] + 1)
-    assert run.spare._need is not None and run.spare._need.nbytes == TOKENS * BYTES_PER_TOKEN
+    assert run.spare.need is not None and run.spare.need.nbytes == TOKENS * BYTES_PER_TOKEN
     run.gpu.compute(2 * TOKENS)  # in the middle of a step it is one
     run.spare.end_step()
-    assert run.spare._need.nbytes == 2 * TOKENS * BYTES_PER_TOKEN
+    assert run.spare.need.nbytes == 2 * TOKENS * BYTES_PER_TOKEN
 
 
 def test_skipped_steps_are_no_accumulation() -> None:
@@ -442,9 +450,9 @@ def test_states_that_make_room_in_a_step_leave_as_much_free(ranks: int) -> None:
     most, reserves = len(run.units.orders), list[float]()
     for _ in range(4):
         run.forward()
-        assert run.spare.make_room()
+        assert run.spare.shortage.make_room()
         run.spare.end_step()
-        reserves.append(run.spare._reserve)
+        reserves.append(run.spare.room.reserve)
     if ranks == 2:
         assert reserves == [0.0] * 4 and len(run.units.orders) == most
     else:
@@ -457,18 +465,18 @@ def test_states_that_make_room_for_an_evaluation_leave_nothing_free() -> None:
     run.units.parkable = True
     with torch.no_grad():
         run.spare.begin_forward((), {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)})
-        assert run.spare.make_room()
+        assert run.spare.shortage.make_room()
         run.spare.end_forward(completed=True)
-    margin = run.spare._margin
+    margin = run.spare.room.margin
     run.gpu.retries += 3
     run.steps(3)
-    assert run.spare._reserve == 0.0 and run.spare._margin == margin
+    assert run.spare.room.reserve == 0.0 and run.spare.room.margin == margin
 
 
 def test_a_forward_that_ended_with_an_exception_says_nothing_of_evaluations() -> None:
     run = Run()
     run.steps(LOOKS[1] + 1)
-    need = run.spare._need
+    need = run.spare.need
     for completed in (False, True):
         with torch.no_grad():
             run.spare.begin_forward((), {"input_ids": torch.zeros(2, TOKENS, dtype=torch.long)})
@@ -482,12 +490,12 @@ def test_two_lengths_of_the_first_steps_tell_what_a_longer_batch_has_no_more_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As gradients of weights, which each batch of these has 500 bytes of."""
-    monkeypatch.setattr(Activations, "gradient_bytes", 1_000)
+    monkeypatch.setattr(BlockCosts, "gradient_bytes", 1_000)
     run = Run()
-    run.spare.activations.square_bytes = lambda _: 0.0  # type: ignore[method-assign]
+    run.spare.activations.costs.square_bytes = lambda _: 0.0  # type: ignore[method-assign]
     compute = run.gpu.compute
     monkeypatch.setattr(run.gpu, "compute", lambda tokens: compute(tokens + 5))
     for tokens in (TOKENS, TOKENS, 2 * TOKENS, TOKENS):
         run.step((1, tokens))
-    longer = run.spare._need.at(Shape(4 * TOKENS, TOKENS))
+    longer = run.spare.need.at(Shape(4 * TOKENS, TOKENS))
     assert longer == 4 * TOKENS * BYTES_PER_TOKEN + 500

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_slide.plan.spare import Shape
-from ds_slide.runtime.activations.call_times import WAIT_S, CallTimes
+from ds_slide.runtime.activations.costs import WAIT_S, CallTimes
 from ds_slide.runtime.core.device import Device, Marker
 
 SHORT, LONG = Shape(64, 16), Shape(128, 32)

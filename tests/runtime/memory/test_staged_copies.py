@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contexts import context_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.runtime.core.device import Device
-from ds_slide.runtime.core.futures import Failures
 from ds_slide.runtime.memory import staged_copies
 from ds_slide.runtime.memory.staged_copies import StagedCopies
 
@@ -24,7 +25,7 @@ UPDATER = CpuUpdater(2)
 )
 def test_all_bytes_arrive(room: int | None, copies: list[tuple[bool, int]], dtype: torch.dtype) -> None:
     buffer = None if room is None else torch.zeros(room, dtype=torch.uint8)
-    staged = StagedCopies(buffer, UPDATER, Device(torch.device("cpu")), Failures())
+    staged = StagedCopies(buffer, context_of(Device(torch.device("cpu")), updater=UPDATER), tqdm(disable=True))
     pairs = []
     for to_gpu, numel in copies:
         source, target = torch.randint(-999, 999, (numel,)).to(dtype), torch.zeros(numel, dtype=dtype)
@@ -37,7 +38,7 @@ def test_all_bytes_arrive(room: int | None, copies: list[tuple[bool, int]], dtyp
 def test_a_half_is_at_most_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_copies, "PIECE_BYTES", 16)
     buffer = torch.zeros(100, dtype=torch.uint8)
-    staged = StagedCopies(buffer, UPDATER, Device(torch.device("cpu")), Failures())
+    staged = StagedCopies(buffer, context_of(Device(torch.device("cpu")), updater=UPDATER), tqdm(disable=True))
     source, target = torch.ones(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     staged.to_gpu(target, source)
     staged.finish()
