@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ds_slide.errors import SlideConfigError
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.refused import REMOVE
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.model.structure import Precision, PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
+from ds_slide.model.structure import Precision, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.patching.apply import Replaced, apply_kernels
 from ds_slide.patching.head import stream_head
@@ -46,25 +47,27 @@ from ds_slide.runtime.weights.rows import chunk_rows
 from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_outer, find_streamed_head
 from ds_slide.store.host_memory import require_page_locks
 
+Precisions = Mapping[nn.Parameter, Precision]
+
 
 def assemble(
     module: nn.Module,
     group_of: dict[nn.Parameter, int],
     settings: RuntimeSettings,
     process_group: Any,
-    precision_of: PrecisionOf = Precision.declared,
+    precisions: Precisions = MappingProxyType({}),
 ) -> tuple[SlideRuntime, Replaced]:
     """Build the runtime for `module`, whose parameters have ZeRO-3's attributes already, and put kernels into the
     module. The caller undoes the kernels when it closes the runtime.
 
-    `group_of`: optimizer group of every trainable parameter. `precision_of`: the precision of a parameter. Collective
-    over the ranks.
+    `group_of`: optimizer group of every trainable parameter. `precisions`: of parameters that have another precision
+    than the declared one. Collective over the ranks.
     """
     config = settings.slide
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
     # The model is divided into units, and the ranks agree on the memory that each of them has.
-    unit_plans, head = divided(module, group_of, settings, ranks.world_size, precision_of)
+    unit_plans, head = divided(module, group_of, settings, ranks.world_size, precisions)
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
     if config.compression is not None and settings.trains:
@@ -129,10 +132,14 @@ def divided(
     group_of: Mapping[nn.Parameter, int],
     settings: RuntimeSettings,
     world_size: int,
-    precision_of: PrecisionOf = Precision.declared,
+    precisions: Precisions = MappingProxyType({}),
 ) -> tuple[list[UnitPlan], StreamedHead | None]:
     """Return the units of `module` in the order of their use in a forward, and the head whose rows are streamed."""
     config = settings.slide
+
+    def precision_of(parameter: nn.Parameter) -> Precision:
+        return precisions.get(parameter) or Precision.declared(parameter)
+
     head = find_streamed_head(module, world_size, settings, precision_of) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     apart = () if head is None else (head.path,)
@@ -299,27 +306,27 @@ def autocast_is_enabled(ds_config: Mapping[str, Any]) -> bool:
     return bool((ds_config.get("torch_autocast") or {}).get("enabled", False))
 
 
-def precision_under_autocast(
+def precisions_under_autocast(
     module: nn.Module, ds_config: Mapping[str, Any], trainable: Collection[nn.Parameter]
-) -> PrecisionOf:
-    """Return the precision of the parameters of `module`, which DeepSpeed has marked with the data type of their
-    collectives. `trainable`: the parameters that an optimizer updates."""
+) -> Precisions:
+    """Return the precision of each parameter of `module`, where DeepSpeed has marked some with the data type of their
+    collectives; nothing without autocast. `trainable`: the parameters that an optimizer updates."""
+    if not autocast_is_enabled(ds_config):
+        return {}
     names = ds_config["torch_autocast"].get("lower_precision_safe_modules")
     safe = {_class_of(name) for name in names or get_default_autocast_lower_precision_modules()}
     owners: dict[nn.Parameter, set[type[nn.Module]]] = defaultdict(set)
     for child in module.modules():
         for parameter in _own_parameters(child):
             owners[parameter].add(type(child))
-
-    def precision_of(parameter: nn.Parameter) -> Precision:
+    found = {}
+    for parameter in module.parameters():
         dtype = parameter.dtype
-        if parameter not in trainable or not has_comm_dtype(parameter):
-            return Precision(dtype, dtype, dtype)
-        reduced: torch.dtype = get_comm_dtype(parameter)
+        marked = parameter in trainable and has_comm_dtype(parameter)
+        reduced = get_comm_dtype(parameter) if marked else dtype
         narrows = dtype == torch.float32 and reduced == torch.bfloat16 and owners[parameter] <= safe
-        return Precision(dtype, reduced if narrows else dtype, reduced)
-
-    return precision_of
+        found[parameter] = Precision(dtype, reduced if narrows else dtype, reduced)
+    return found
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -31,6 +30,7 @@ from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.checkpoint_files import Reading, SlideCheckpointEngine, together
 from ds_slide.integration.checkpoint_save import finish_save, save_checkpoint
 from ds_slide.integration.checkpoint_tag import ranks, saved_ranks, universal_tag, whole_tag
+from ds_slide.integration.engine_methods import override
 
 
 def attach(engine: Any) -> None:
@@ -41,18 +41,8 @@ def attach(engine: Any) -> None:
             "checkpoints itself, piece by piece; remove checkpoint.writer and datastates_ckpt"
         )
     engine.checkpoint_engine = SlideCheckpointEngine()
-    engine.save_checkpoint = _bound(engine, save_checkpoint, type(engine).save_checkpoint)
-    engine.load_checkpoint = _bound(engine, load_checkpoint, type(engine).load_checkpoint)
-
-
-def _bound(engine: Any, function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    owner = weakref.ref(engine)  # not the engine itself, which would then own itself and outlive its last user
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return function(owner(), *args, **kwargs)
-
-    return method
+    override(engine, save_checkpoint)
+    override(engine, load_checkpoint)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

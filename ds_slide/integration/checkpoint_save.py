@@ -171,7 +171,7 @@ def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) ->
     """Return this rank's files as DeepSpeed composes them. `snapshot`: the states to be written, if copied."""
     directory, tag = request.staging.path, request.tag
     copied = snapshot is not None
-    states = engine.optimizer.sub_groups.settled if snapshot is None else snapshot.of
+    states: States = engine.optimizer.sub_groups if snapshot is None else snapshot
     with engine.checkpoint_engine.collecting(copied=copied) as collected, _planned_fragments(engine, states):
         arguments = {"client_state": request.client_state, "exclude_frozen_parameters": request.exclude_frozen}
         engine._save_checkpoint(str(directory), tag, **arguments)
@@ -209,7 +209,7 @@ def _planned_fragments(engine: Any, states: States) -> Iterator[None]:
         unit, entry = places[parameter]
 
         def read(start: int, stop: int) -> torch.Tensor:
-            return read_weights(states(unit), entry, start, stop)
+            return read_weights(states.of(unit), entry, start, stop)
 
         return Planned(entry.partition_numel, parameter.dtype, read)
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideAttributeError, SlideError
-from ds_slide.integration import monitor, ownership, plain_copy
+from ds_slide.integration import engine_methods, ownership, plain_copy
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.assemble import assemble, forward_settings
 from ds_slide.integration.checkpoint_files import SlideCheckpointEngine
@@ -105,7 +105,7 @@ def attach(engine: Any) -> None:
     """Give `engine`, whose optimizer is a `SlideZeroOffload`, the line at its start, a checkpoint engine for
     `save_16bit_model`, and an error for methods that only an engine that trains can run. Attributes of the object, not
     of the class."""
-    monitor.log_start(engine)
+    engine_methods.log_start(engine)
     engine.checkpoint_engine = SlideCheckpointEngine()
     for name in ("backward", "step", "save_checkpoint", "load_checkpoint"):
         setattr(engine, name, _refusing(f"{name}()"))

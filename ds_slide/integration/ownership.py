@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_slide.errors import SlideError
-from ds_slide.integration import gradients, stock_modules
+from ds_slide.integration import engine_methods, stock_modules
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.present_values import allow_forwards, refuse_forwards
 from ds_slide.runtime.engine import SlideRuntime
@@ -166,7 +166,7 @@ def _zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
             given.setdefault(owner, []).append(parameter)
     for optimizer, parameters in given.items():
         if (engine := optimizer.engine()) is not None:
-            gradients.drop_some(engine, parameters, set_to_none=set_to_none)
+            engine_methods.drop_some(engine, parameters, set_to_none=set_to_none)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -356,11 +356,14 @@ class ParameterProtocol:
 
     def _whole(self, parameter: Any) -> torch.Tensor:
         """Return the weights of a parameter that is not on the accelerator as a script sees it, in its shape."""
-        entry, own = self.places[parameter][1], self._own(parameter)
-        own = own.to(self._runtime.device.torch, copy=True)
+        return self.gathered(parameter, self._own(parameter).to(self._runtime.device.torch, copy=True))
+
+    def gathered(self, parameter: Any, own: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' elements of a parameter, in its shape. `own`: this rank's. Collective over the ranks."""
+        entry, world_size = self.places[parameter][1], self._runtime.parts.context.ranks.world_size
         whole = own
-        if self._runtime.parts.context.ranks.world_size > 1:
-            whole = own.new_empty(self._runtime.parts.context.ranks.world_size * entry.partition_numel)
+        if world_size > 1:
+            whole = own.new_empty(world_size * own.numel())
             dist.all_gather_into_tensor(whole, own, group=self._group)
         return whole[: entry.numel].view(entry.shape)
 

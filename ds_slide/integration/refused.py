@@ -1,7 +1,7 @@
-"""Tables of the settings that DS-Slide supports with some values only.
+"""Tables of what DS-Slide refuses by name: settings with other values than some, and stock's private attributes.
 
-A row has a key of `Values` (where the check finds the setting) and the JSON path (where the user finds it). It also has
-the supported values, and the two halves of the sentence that refuses other values.
+A row of settings has a key of `Values` (where the check finds the setting) and the JSON path (where the user finds it).
+It also has the supported values, and the two halves of the sentence that refuses other values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_slide.config import SlideConfig
-from ds_slide.errors import SlideError
+from ds_slide.errors import SlideAttributeError, SlideError
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.runtime.core.unit import Unit
@@ -179,3 +179,73 @@ def require_own_layout(unit: Unit, what: str) -> None:
     """Raise SlideError where `what` of the parameters of `unit` is in a subspace, not in the parameters' own layout."""
     if unit.state.writes_change:
         raise SlideError(f"{what} of {unit.name} is in the subspace of ds_slide.compression, and no parameter's own")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attributes of DeepSpeedZeroOptimizer_Stage3 that tools read, though they are private.
+#
+# Attributes that cost nothing have stock's value. The rest describe partitions, buffers and hooks that DS-Slide does
+# not have: a read of one raises an error that says so, and what to use instead.
+
+_MASTERS = (
+    "the masters of all parameters are not in flat groups; use deepspeed.utils.safe_get_full_fp32_param or "
+    "safe_get_local_fp32_param, and safe_set_full_fp32_param to write"
+)
+_WEIGHTS = "the weights are not partitioned into flat groups; use deepspeed.zero.GatheredParameters"
+_GRADIENTS = (
+    "gradients do not stay where backward leaves them; use deepspeed.utils.safe_get_full_grad or safe_get_local_grad "
+    "between backward() and step(), and safe_set_full_grad to write"
+)
+_NORMS = "norms are not kept for each parameter; use engine.get_global_grad_norm()"
+_SWAPPING = "states that live on SSD are DS-Slide's own; use deepspeed.utils.safe_get_full_optimizer_state"
+_FETCHING = "whole blocks are fetched, in the order in which the model runs them; use ds_slide.window"
+
+_INSTEAD = {
+    _MASTERS: (
+        "fp32_partitioned_groups_flat",
+        "hp_params_pin_buffers",
+        "next_swappable_fp32_partitioned_groups",
+        "_get_fp32_opt_state_partition",
+        "_set_fp32_optimizer_param_groups",
+        "_unflatten_partitioned_parameters",
+    ),
+    _WEIGHTS: (
+        "fp16_partitioned_groups",
+        "fp16_partitioned_groups_flat",
+        "fp16_partitioned_groups_flat_id",
+        "fp16_partitioned_groups_flat_numel",
+        "lp_param_buffer",
+        "lp_param_contiguous_pin_buffer",
+        "param_groups_fp16_flat_cpu_memory",
+        "groups_padding",
+        "partition_size",
+    ),
+    _GRADIENTS: (
+        "averaged_gradients",
+        "grad_partitions_flat_buffer",
+        "grad_position",
+        "ipg_buckets",
+        "is_param_in_current_partition",
+        "lp_grad_partitions_flat_pin_buffers",
+        "params_already_reduced",
+        "previous_reduced_grads",
+        "reduce_and_partition_stream",
+        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+    ),
+    _NORMS: ("norm_for_param_grads",),
+    _SWAPPING: ("_swappable_optimizer_subgroup", "max_params_in_cpu"),
+    _FETCHING: ("prefetch_elements", "param_coordinators"),
+}
+_REASONS = {name: reason for reason, names in _INSTEAD.items() for name in names}
+
+
+def missing(name: str) -> SlideAttributeError:
+    """Return the error for an attribute that SlideZeroOptimizer does not have."""
+    reason = _REASONS.get(name)
+    if reason is None:
+        reason = (
+            "it has none of stock ZeRO-3's private parts; use deepspeed.utils.safe_get_* and safe_set_* for states and "
+            "gradients, or set ds_slide.enabled to false"
+        )
+    public = name.removeprefix("_DeepSpeedZeroOptimizer_Stage3")
+    return SlideAttributeError(f"DS-Slide's optimizer has no attribute {public!r}: {reason}")

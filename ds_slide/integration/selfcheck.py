@@ -64,7 +64,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("deepspeed.runtime.config", "DeepSpeedConfig.__init__", ("self", "config")),
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.get_data_types", ("self",)),
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.communication_data_type"),
-    # inference.py
+    # parameter_offload.py
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._backward_prologue", ("self",)),
     Symbol(_OFFLOAD, "DeepSpeedZeRoOffload.__init__", ("self", "module", "timers", "ds_config"), ("dp_process_group",)),
     *_methods(
@@ -76,9 +76,8 @@ SYMBOLS: tuple[Symbol, ...] = (
         empty_partition_cache="",
         destroy="",
     ),
-    # host_weights.py
     *_methods("deepspeed.runtime.engine", "DeepSpeedEngine", _configure_distributed_model="model", _broadcast_model=""),
-    # monitor.py
+    # engine_methods.py
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs")),
     Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.steps_per_print", ("self",)),
     Symbol("deepspeed.monitor.monitor", "MonitorMaster.write_events", ("self", "event_list")),
@@ -126,7 +125,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "PARAM_SHAPES",
         )
     ),
-    # optimizer.py
+    # optimizer.py, groups.py, states.py
     *_methods(
         "deepspeed.runtime.base_optimizer",
         "ZeROOptimizer",
@@ -151,7 +150,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.param_groups"),
     Symbol(_OFFLOAD, "FWD_MODULE_STACK"),
     Symbol(_PARTITION, "_init_external_params", ("module",)),
-    # optimizer.py
+    # optimizer.py, groups.py, states.py
     Symbol(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.__init__",

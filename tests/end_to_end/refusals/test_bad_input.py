@@ -18,9 +18,8 @@ from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration.activation import warn_if_meant
 from ds_slide.integration.contract import check_deepspeed_config
-from ds_slide.integration.early import check_json
+from ds_slide.integration.early import as_written, check_json
 from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, Refused, setting_problems
-from ds_slide.integration.zero_init import as_written
 
 SLIDE = {"enabled": True}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
