@@ -110,14 +110,14 @@ def _complete(engine: Any) -> None:
     """Give an engine whose constructor has ended DS-Slide's own methods."""
     # Imported after the check, since they need the names of DeepSpeed that it looks for.
     from ds_slide.errors import SlideError
-    from ds_slide.integration import checkpoint, engine_methods, inference, ownership
+    from ds_slide.integration import checkpoint_load, engine_methods, ownership, parameter_offload
     from ds_slide.integration.optimizer import SlideZeroOptimizer
 
-    if isinstance(engine.optimizer, inference.SlideZeroOffload):
-        inference.attach(engine)
+    if isinstance(engine.optimizer, parameter_offload.SlideZeroOffload):
+        parameter_offload.attach(engine)
     elif isinstance(engine.optimizer, SlideZeroOptimizer):
         engine_methods.attach(engine)
-        checkpoint.attach(engine)
+        checkpoint_load.attach(engine)
         ownership.enter_training(engine.optimizer)
     else:
         raise SlideError(
@@ -134,10 +134,9 @@ def _leave_to_stock(model: Any) -> None:
     first.
     """
     if model is not None and "ds_slide.integration.ownership" in sys.modules:  # otherwise there is no such engine
-        from ds_slide.integration import ownership, parameters
+        from ds_slide.integration import ownership
 
-        ownership.end_earlier_engine(model)
-        parameters.leave_to_stock(model)
+        ownership.leave_to_stock(model)
 
 
 def _take_from_stock(model: Any) -> None:
@@ -184,8 +183,8 @@ def _ours_is_built(engine: Any, *_args: Any, **_kwargs: Any) -> Iterator[None]:
     from deepspeed.runtime import engine as engine_module
     from deepspeed.runtime.zero import stage3
 
-    from ds_slide.integration.inference import SlideZeroOffload
     from ds_slide.integration.optimizer import SlideZeroOptimizer
+    from ds_slide.integration.parameter_offload import SlideZeroOffload
 
     # Stock gives DeepSpeedZeRoOffload no process group: it takes the parameters' group.
     group = engine.seq_data_parallel_group
@@ -232,14 +231,14 @@ def _weights_stay(engine: Any, *_args: Any, **_kwargs: Any) -> AbstractContextMa
 #
 # Stock moves a model that was not built under `deepspeed.zero.Init` to the accelerator as a whole before it partitions
 # it. A model that needs offloading does not fit there: 24 GB for 12 G parameters. Only buffers belong there;
-# `parameters.DeepSpeedClients` reads each unit's weights where they are.
+# `partitions.DeepSpeedClients` reads each unit's weights where they are.
 
 
 @contextmanager
 def weights_stay(engine: Any) -> Iterator[None]:
     """Let `DeepSpeedEngine._configure_distributed_model` neither move nor broadcast parameters.
 
-    `parameters.DeepSpeedClients` broadcasts them, one at a time on the accelerator: stock would hand NCCL host memory
+    `partitions.DeepSpeedClients` broadcasts them, one at a time on the accelerator: stock would hand NCCL host memory
     here.
     """
     from deepspeed.runtime.zero.partition_parameters import is_zero_param

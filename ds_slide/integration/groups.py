@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -45,7 +44,9 @@ class ParameterGroups:
     _get_trainable_parameter_groups: Any
 
     def _take_groups(self) -> None:
-        self._groups = OptimizerGroups.of(self.optimizer, self.module)
+        self._given: list[list[nn.Parameter]] = [list(group["params"]) for group in self.optimizer.param_groups]
+        """The groups as the script has made them, frozen parameters included."""
+        self._model_order = {parameter: number for number, parameter in enumerate(self.module.parameters())}
         self._cut_into_sub_groups(self._get_trainable_parameter_groups())
 
     def _cut_into_sub_groups(self, trainable: list[dict[str, Any]]) -> None:
@@ -71,12 +72,42 @@ class ParameterGroups:
 
     def train_later(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give these parameters, which were frozen at first, optimizer states, and a place in the sub-groups."""
-        names = {parameter: self.protocol.places[parameter][1].name for parameter in parameters}
-        groups = {parameter: self._groups.index_of(parameter, names[parameter]) for parameter in parameters}
+        groups = {parameter: self._index_of(parameter) for parameter in parameters}
         give_states(self.runtime, groups, Limits(self._slide.host_memory, self._slide.gpu_memory))
         self.protocol.refresh()
-        self._cut_into_sub_groups(self._groups.with_later(self.trainable_param_groups, groups))
+        self._cut_into_sub_groups(self._with_later(groups))
         self._serve_sub_groups()
+
+    def _index_of(self, parameter: nn.Parameter) -> int:
+        """Return the group of a parameter that is trained from now on. SlideError where it is not known."""
+        for index, group in enumerate(self._given):
+            if any(each is parameter for each in group):
+                return index
+        if len(self._given) == 1:
+            return 0
+        raise SlideError(
+            f"parameter {self.protocol.places[parameter][1].name} requires a gradient since deepspeed.initialize, but "
+            f"is in none of the optimizer's {len(self._given)} parameter groups; put it into one before "
+            "deepspeed.initialize, where it may be frozen"
+        )
+
+    def _with_later(self, later: Mapping[nn.Parameter, int]) -> list[dict[str, Any]]:
+        """Return DeepSpeed's groups of trained parameters, with the parameters `later`. The order is as in an engine
+        that trains them from the start, so that such an engine can load a checkpoint of this one."""
+        by_index = {group["_ds_source_param_group_id"]: dict(group) for group in self.trainable_param_groups}
+        for index in sorted(set(later.values())):
+            group = by_index.setdefault(index, {"params": [], "_ds_source_param_group_id": index})
+            members = {*group["params"], *(parameter for parameter, owner in later.items() if owner == index)}
+            group["params"] = self._in_order(self._given[index], members)
+        return [by_index[index] for index in sorted(by_index)]
+
+    def _in_order(self, given: Sequence[nn.Parameter], members: set[nn.Parameter]) -> list[nn.Parameter]:
+        known = [parameter for parameter in given if parameter in members]
+        others = sorted(members - set(known), key=self._model_order.__getitem__)
+        places = [self._model_order.get(parameter, -1) for parameter in known]
+        if places == sorted(places):
+            return sorted(members, key=self._model_order.__getitem__)
+        return [*known, *others]
 
     def _serve_sub_groups(self) -> None:
         self.sub_groups = SubGroups(
@@ -108,52 +139,6 @@ def _refuse_group(param_group: Any) -> None:
         "its memory for the groups that deepspeed.initialize was given; give it all groups, as model_parameters or in "
         "the optimizer, or call deepspeed.initialize of the model again"
     )
-
-
-@dataclass(frozen=True)
-class OptimizerGroups:
-    """The optimizer's parameter groups as the script has made them, frozen parameters included."""
-
-    given: Sequence[Sequence[nn.Parameter]]
-    model_order: Mapping[nn.Parameter, int]
-
-    @classmethod
-    def of(cls, optimizer: Any, module: nn.Module) -> OptimizerGroups:
-        """Return the groups of `optimizer`, before DS-Slide empties them."""
-        order = {parameter: number for number, parameter in enumerate(module.parameters())}
-        return cls([list(group["params"]) for group in optimizer.param_groups], order)
-
-    def index_of(self, parameter: nn.Parameter, name: str) -> int:
-        """Return the group of a parameter that is trained from now on. SlideError where it is not known."""
-        for index, group in enumerate(self.given):
-            if any(each is parameter for each in group):
-                return index
-        if len(self.given) == 1:
-            return 0
-        raise SlideError(
-            f"parameter {name} requires a gradient since deepspeed.initialize, but is in none of the optimizer's "
-            f"{len(self.given)} parameter groups; put it into one before deepspeed.initialize, where it may be frozen"
-        )
-
-    def with_later(
-        self, trainable: Sequence[dict[str, Any]], later: Mapping[nn.Parameter, int]
-    ) -> list[dict[str, Any]]:
-        """Return `trainable`, DeepSpeed's groups of trained parameters, with the parameters `later`. The order is as in
-        an engine that trains them from the start, so that such an engine can load a checkpoint of this one."""
-        by_index = {group["_ds_source_param_group_id"]: dict(group) for group in trainable}
-        for index in sorted(set(later.values())):
-            group = by_index.setdefault(index, {"params": [], "_ds_source_param_group_id": index})
-            members = {*group["params"], *(parameter for parameter, owner in later.items() if owner == index)}
-            group["params"] = self._in_order(self.given[index], members)
-        return [by_index[index] for index in sorted(by_index)]
-
-    def _in_order(self, given: Sequence[nn.Parameter], members: set[nn.Parameter]) -> list[nn.Parameter]:
-        known = [parameter for parameter in given if parameter in members]
-        others = sorted(members - set(known), key=self.model_order.__getitem__)
-        places = [self.model_order.get(parameter, -1) for parameter in known]
-        if places == sorted(places):
-            return sorted(members, key=self.model_order.__getitem__)
-        return [*known, *others]
 
 
 class Newcomers:

@@ -24,22 +24,20 @@ from torch.utils.hooks import RemovableHandle
 from ds_slide.checkpoint.background import BackgroundSave
 from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
-from ds_slide.integration import engine_methods, ownership, plain_copy
-from ds_slide.integration import parameters as protocol
-from ds_slide.integration.assemble import (
-    assemble,
-    precisions_under_autocast,
-    runtime_settings,
-)
+from ds_slide.integration import engine_methods, ownership, partitions
+from ds_slide.integration.assemble import accumulates, assemble, precisions_under_autocast
 from ds_slide.integration.contract import check_supported, gradient_dtype
 from ds_slide.integration.groups import Newcomers, ParameterGroups
 from ds_slide.integration.ownership import part_in_backward
 from ds_slide.integration.parameter_offload import Coordinator, ParameterOffload
+from ds_slide.integration.parameters import ParameterProtocol
 from ds_slide.integration.refused import missing
 from ds_slide.integration.states import OptimizerStates, end_access
 from ds_slide.integration.update_rules import rule_of
 from ds_slide.optim.rule import Hyper
+from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.runtime.core.clients import AS_THEY_ARE
+from ds_slide.runtime.core.settings import RuntimeSettings
 from ds_slide.runtime.gradients.norm_watch import NormWatch
 
 
@@ -75,20 +73,20 @@ class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimize
         self.require_manifest = slide.checkpoint.require_manifest
         self.names_said_to_be_refused: set[str] = set()
         self._set_stock_attributes(module, init_optimizer, param_names, timers, kwargs)
-        protocol.convert(module, self.dp_process_group, self.dtype)
+        partitions.convert(module, self.dp_process_group, self.dtype)
         self._take_groups()
         for child in module.modules():
             _init_external_params(child)
         # The runtime, from the settings, the group and the precision of each parameter.
         self.rule = rule_of(init_optimizer)
-        settings = runtime_settings(
+        settings = RuntimeSettings(
             slide,
-            self.rule,
-            ds_config,
+            ssd_settings(slide, ds_config),
             gradient_dtype(kwargs, module),
             self.gradient_accumulation_dtype,
-            self.gradient_accumulation_steps,
-            self.clip_grad > 0,
+            accumulates(ds_config, self.gradient_accumulation_steps),
+            clips=self.clip_grad > 0,
+            rule=self.rule,
         )
         group_of = self._group_of()
         precisions = precisions_under_autocast(module, ds_config, group_of)
@@ -101,13 +99,12 @@ class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimize
 
     def _take_over(self, module: nn.Module) -> None:
         """Connect the model's parameters with the runtime."""
-        self.protocol = protocol.ParameterProtocol(self.runtime, self.dp_process_group, self._most_elements_of_small)
+        self.protocol = ParameterProtocol(self.runtime, self.dp_process_group, self._most_elements_of_small)
         self._serve_sub_groups()
         self._empty_parameter_groups()
         self._link_all_hp_params()
         self._norm_watch = NormWatch(self.runtime)
         self.parameter_offload = ParameterOffload(self.runtime, module, self.protocol)
-        plain_copy.teach(module, self.protocol.whole_weights)
         ownership.enter(self, module)
         self.newcomers = self.runtime.newcomers = Newcomers(self)
 

@@ -23,6 +23,11 @@ Values = Mapping[str, Any]
 """Settings by the argument names of DeepSpeedZeroOptimizer_Stage3's constructor, plus some of the engine's own."""
 
 
+NO_SUPPORT = "DS-Slide does not support it"
+_NO_QUANTIZATION = "DS-Slide does not support ZeRO++"
+FP32_STATES = "DS-Slide keeps master weights and moments in fp32"
+
+
 @dataclass(frozen=True)
 class Refused:
     """One setting. DS-Slide supports the values `allowed` only; an absent setting counts as the first of them."""
@@ -31,81 +36,46 @@ class Refused:
     """Key in `Values`."""
     path: str
     """The JSON path where the user sets it."""
-    allowed: tuple[Any, ...]
-    why: str
-    remedy: str
+    why: str = NO_SUPPORT
+    remedy: str = "set it to false"
+    allowed: tuple[Any, ...] = (False,)
 
-
-NO_SUPPORT = "DS-Slide does not support it"
-_NO_QUANTIZATION = "DS-Slide does not support ZeRO++"
-FP32_STATES = "DS-Slide keeps master weights and moments in fp32"
 
 REFUSED_ENGINE_SETTINGS = (
-    Refused("hybrid_engine", "hybrid_engine.enabled", (False,), NO_SUPPORT, "set it to false"),
+    Refused("hybrid_engine", "hybrid_engine.enabled"),
+    Refused("deepcompile", "compile.deepcompile", "its passes move the parameters that DS-Slide moves"),
+    Refused("autotp_size", "tensor_parallel.autotp_size", "DS-Slide has no tensor parallelism", "set it to 0", (0, 1)),
+    Refused("expert_parallel", "expert_parallel.enabled", "DS-Slide has no expert parallelism"),
     Refused(
-        "deepcompile",
-        "compile.deepcompile",
-        (False,),
-        "its passes move the parameters that DS-Slide moves",
-        "set it to false",
+        "sequence_parallel_size", "sequence_parallel_size", "DS-Slide has no sequence parallelism", "set it to 1", (1,)
     ),
-    Refused("autotp_size", "tensor_parallel.autotp_size", (0, 1), "DS-Slide has no tensor parallelism", "set it to 0"),
-    Refused(
-        "expert_parallel", "expert_parallel.enabled", (False,), "DS-Slide has no expert parallelism", "set it to false"
-    ),
-    Refused(
-        "sequence_parallel_size",
-        "sequence_parallel_size",
-        (1,),
-        "DS-Slide has no sequence parallelism",
-        "set it to 1",
-    ),
-    Refused(
-        "pipeline_loading_checkpoint",
-        "zero_optimization.pipeline_loading_checkpoint",
-        (False,),
-        NO_SUPPORT,
-        "set it to false",
-    ),
+    Refused("pipeline_loading_checkpoint", "zero_optimization.pipeline_loading_checkpoint"),
 )
 
 REFUSED_ZERO_SETTINGS = (
-    Refused("zero_hpz_partition_size", "zero_optimization.zero_hpz_partition_size", (1, 0), _NO_QUANTIZATION, "use 1"),
+    Refused("zero_hpz_partition_size", "zero_optimization.zero_hpz_partition_size", _NO_QUANTIZATION, "use 1", (1, 0)),
     *(
-        Refused(name, f"zero_optimization.{name}", (False,), _NO_QUANTIZATION, "set it to false")
+        Refused(name, f"zero_optimization.{name}", _NO_QUANTIZATION)
         for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
     ),
-    Refused("mics_shard_size", "zero_optimization.mics_shard_size", (-1, 0), NO_SUPPORT, "remove it"),
+    Refused("mics_shard_size", "zero_optimization.mics_shard_size", remedy="remove it", allowed=(-1, 0)),
     Refused(
         "elastic_checkpoint",
         "zero_optimization.elastic_checkpoint",
-        (False,),
         "ZeRO-3 has no elastic checkpoints",
         "set it to false and use universal checkpoints",
     ),
-    Refused("prescale_gradients", "prescale_gradients", (False,), NO_SUPPORT, "set it to false"),
+    Refused("prescale_gradients", "prescale_gradients"),
     Refused(
         "gradient_predivide_factor",
         "gradient_predivide_factor",
-        (1.0,),
         "DS-Slide divides gradients by the world size only",
         "set it to 1.0",
+        (1.0,),
     ),
-    Refused(
-        "fp16_master_weights_and_gradients",
-        "fp16.fp16_master_weights_and_grads",
-        (False,),
-        FP32_STATES,
-        "set it to false",
-    ),
-    Refused(
-        "bf16_master_weights_and_gradients",
-        "bf16.bf16_master_weights_and_grads",
-        (False,),
-        FP32_STATES,
-        "set it to false",
-    ),
-    Refused("bf16_optimizer_states", "bf16.bf16_optimizer_states", (False,), FP32_STATES, "set it to false"),
+    Refused("fp16_master_weights_and_gradients", "fp16.fp16_master_weights_and_grads", FP32_STATES),
+    Refused("bf16_master_weights_and_gradients", "bf16.bf16_master_weights_and_grads", FP32_STATES),
+    Refused("bf16_optimizer_states", "bf16.bf16_optimizer_states", FP32_STATES),
 )
 
 

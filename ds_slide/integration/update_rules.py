@@ -82,22 +82,22 @@ def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None
 
 def names() -> str:
     """Return all optimizers, as the end of a sentence that begins with "updates with"."""
-    *others, last = (known.name for known in OPTIMIZERS)
-    return f"{', '.join(others)} and {last}" if others else last
+    return _listed([known.name for known in OPTIMIZERS], "and")
 
 
 def classes() -> str:
     """Return all classes, to choose from."""
-    *others, last = (
-        f"torch.optim.{name}" if package == "torch" else name for known in OPTIMIZERS for package, name in known.classes
-    )
-    return f"{', '.join(others)} or {last}"
+    kinds = [kind for known in OPTIMIZERS for kind in known.classes]
+    return _listed([f"torch.optim.{name}" if package == "torch" else name for package, name in kinds], "or")
 
 
 def json_names() -> str:
     """Return all values of `optimizer.type`, to choose from."""
-    *others, last = (f'"{name}"' for known in OPTIMIZERS for name in known.json_names)
-    return f"{', '.join(others)} or {last}"
+    return _listed([f'"{name}"' for known in OPTIMIZERS for name in known.json_names], "or")
+
+
+def _listed(items: list[str], word: str) -> str:
+    return f"{', '.join(items[:-1])} {word} {items[-1]}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def test_all_problems_at_once_one_line_each():
 
 
 def test_an_absent_setting_counts_as_its_first_allowed_value():
-    setting = Refused("name", "path", (1, 0), "no", "do")
+    setting = Refused("name", "path", "no", "do", (1, 0))
     assert list(setting_problems({}, [setting])) == []
     assert list(setting_problems({"name": 0}, [setting])) == []
     assert list(setting_problems({"name": 2}, [setting])) == ["path is 2, but no; do"]
