@@ -1,36 +1,47 @@
-"""Checkpoints of an engine that runs DS-Slide: crash-safe, and in bounded memory however large the model.
+"""`load_checkpoint`: checked by all ranks before anything is changed, then copied piece by piece into state buffers.
 
-The files are DeepSpeed's, for its tools and for stock ZeRO-3. `checkpoint_save` and `load_checkpoint` have the order of
-the work. In `ds_slide.checkpoint`, `archive`, `sums` and `restricted` write and read one file piece by piece;
-`publish` and `manifest` make the files of all ranks one checkpoint, which is complete or absent.
-
-The engine gets these as attributes of the object: the class, and with it every engine without the key, keeps
-DeepSpeed's.
+The files are DeepSpeed's, for its tools and for stock ZeRO-3. In `ds_slide.checkpoint`, `archive`, `sums` and
+`restricted` write and read one file piece by piece; `publish` and `manifest` make the files of all ranks one
+checkpoint, which is complete or absent.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
-import weakref
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_slide.checkpoint import compressed, restricted
-from ds_slide.checkpoint.archive import PIECE
-from ds_slide.checkpoint.state_buffers import write_frozen
+from ds_slide.checkpoint.archive import PIECE, is_ours
+from ds_slide.checkpoint.manifest import NAME, Manifest, newest_whole_tag
+from ds_slide.checkpoint.publish import checked_tag, recover
+from ds_slide.checkpoint.restricted import MappedFiles
+from ds_slide.checkpoint.state_buffers import MASTER, write_frozen
+from ds_slide.checkpoint.sums import tag_in
+from ds_slide.checkpoint.universal import LATEST
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.integration.checkpoint_files import Reading, SlideCheckpointEngine, together
-from ds_slide.integration.checkpoint_save import finish_save, save_checkpoint
-from ds_slide.integration.checkpoint_tag import ranks, saved_ranks, universal_tag, whole_tag
+from ds_slide.integration.checkpoint_files import Reading, SlideCheckpointEngine, require_same_parameters, together
+from ds_slide.integration.checkpoint_save import finish_save, is_publisher, save_checkpoint
+from ds_slide.integration.engine_methods import override
+
+logger = logging.getLogger(__name__)
+
+_MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
+_RANK = re.compile(r"zero_pp_rank_(\d+)_")
+Loaded = tuple[str | None, dict[str, Any] | None]
 
 
 def attach(engine: Any) -> None:
@@ -41,24 +52,8 @@ def attach(engine: Any) -> None:
             "checkpoints itself, piece by piece; remove checkpoint.writer and datastates_ckpt"
         )
     engine.checkpoint_engine = SlideCheckpointEngine()
-    engine.save_checkpoint = _bound(engine, save_checkpoint, type(engine).save_checkpoint)
-    engine.load_checkpoint = _bound(engine, load_checkpoint, type(engine).load_checkpoint)
-
-
-def _bound(engine: Any, function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    owner = weakref.ref(engine)  # not the engine itself, which would then own itself and outlive its last user
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return function(owner(), *args, **kwargs)
-
-    return method
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `load_checkpoint`: checked before anything is changed, then copied piece by piece into the state buffers.
-
-Loaded = tuple[str | None, dict[str, Any] | None]
+    override(engine, save_checkpoint)
+    override(engine, load_checkpoint)
 
 
 def load_checkpoint(
@@ -79,6 +74,7 @@ def load_checkpoint(
     directory = Path(load_dir)
     finish_save(engine)
     everything = load_optimizer_states and not load_module_only
+    wanted = Wanted(everything, custom_load_fn is not None, dist.get_world_size())
     options = {
         "load_module_strict": load_module_strict,
         "load_lr_scheduler_states": load_lr_scheduler_states,
@@ -92,7 +88,7 @@ def load_checkpoint(
                 "a universal checkpoint has no moments in the subspaces of ds_slide.compression; pass "
                 "load_optimizer_states=False to load_checkpoint for its weights, or remove ds_slide.compression"
             )
-        tag = universal_tag(engine, directory, tag, everything=everything)
+        tag = _universal_tag(engine, directory, tag, everything=everything)
         with _reading(engine):
             universal: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=everything)
@@ -102,15 +98,11 @@ def load_checkpoint(
     if tag is None and not os.path.lexists(directory / "latest"):
         stock: Loaded = type(engine).load_checkpoint(engine, load_dir)  # warns and loads nothing
         return stock
-
-    def through_module(path: Path) -> bool:
-        return not everything and (custom_load_fn is not None or saved_ranks(path) != ranks())
-
-    tag = whole_tag(engine, directory, tag, every_rank=through_module)
-    whole_model = through_module(directory / tag)
+    tag = whole_tag(engine, directory, tag, wanted)
+    whole_model = wanted.whole_model(directory / tag)
     with _reading(engine) as reading:
         subspaces = _subspaces(units, directory / tag, reading, engine.global_rank) if everything else None
-        with whole_model_loaded(engine, str(load_dir), tag) if whole_model else nullcontext():
+        with _whole_model_loaded(engine, str(load_dir), tag) if whole_model else nullcontext():
             loaded: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
         if everything:
             _load_frozen(engine, reading)
@@ -124,6 +116,159 @@ def load_checkpoint(
             _load_frozen(engine, reading)
             _load_weights(engine, reading, str(load_dir), tag)
     return loaded
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The states that a load takes. `everything`: the optimizer's, too. `custom`: the script loads the module. `ranks`:
+    the number of ranks that load."""
+
+    everything: bool
+    custom: bool
+    ranks: int
+
+    def whole_model(self, tag: Path) -> bool:
+        """Whether the whole model is read from the files of all ranks of `tag`, and loaded into the module."""
+        return not self.everything and (self.custom or saved_ranks(tag) != self.ranks)
+
+
+def saved_ranks(path: Path) -> int:
+    """Return the number of ranks that have saved the tag at `path`."""
+    # Counted by rank numbers: the Hub's cache has each file twice, as a blob and as a link to it.
+    return len(set(_RANK.findall(" ".join(file.name for file in path.glob(_OPTIMIZER)))))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tag that a load takes, and its checks by all ranks together before anything is changed.
+
+
+def _universal_tag(engine: Any, directory: Path, tag: Any, *, everything: bool) -> str:
+    """Return the universal tag to load, when each of its files fits this model. Collective. Raises SlideError."""
+
+    def verify() -> str:
+        if engine.optimizer.require_manifest:
+            raise SlideError(
+                "ds_slide.checkpoint.require_manifest asks for a manifest, but universal checkpoints, such as those in "
+                f"{directory}, have none; set it to false, or load the checkpoint that they were made from"
+            )
+        chosen = str(tag)
+        if tag is None:
+            if not os.path.lexists(directory / LATEST):
+                raise SlideError(
+                    f"{directory / LATEST}, which names the universal checkpoint to load, is not there; convert a "
+                    "checkpoint with ds_to_universal.py, pass its tag, or set checkpoint.load_universal to false"
+                )
+            chosen = tag_in(directory / LATEST)
+        # The files of the tag, then their content against this model.
+        path = directory / chosen
+        metadata = engine._get_all_ckpt_names(str(directory), chosen)
+        if not metadata:
+            raise SlideError(
+                f"{path} has no file zero_pp_rank_0_mp_rank_00_model_states.pt, so it is no universal checkpoint of "
+                "ZeRO-3; convert one with ds_to_universal.py, or set checkpoint.load_universal to false"
+            )
+        _read_all(metadata)
+        optimizer = engine.optimizer
+        keys = (MASTER, *optimizer.sub_groups.state_names) if everything else (MASTER,)
+        optimizer.universal_checkpoint(path).check(optimizer.sub_groups, len(optimizer.optimizer.param_groups), keys)
+        return chosen
+
+    return together(verify)[0]
+
+
+def whole_tag(engine: Any, directory: Path, tag: Any, wanted: Wanted) -> str:
+    """Return the tag to load, when the files that this load reads match the manifest and hold nothing that is refused.
+    Collective. Raises SlideError."""
+    chosen = str(tag)
+
+    def put_back() -> None:
+        try:
+            if is_publisher(engine):
+                recover(directory)
+        except OSError as error:
+            where = error.filename or directory
+            raise SlideError(f"the checkpoint's {where} cannot be read ({error.strerror})") from error
+
+    def verify() -> str:
+        nonlocal chosen
+        try:
+            if tag is None:
+                chosen = tag_in(directory / "latest")
+            _verify(engine, directory, _checked(directory, chosen), wanted)
+        except OSError as error:
+            where = error.filename or directory / chosen
+            raise SlideError(f"the checkpoint's {where} cannot be read ({error.strerror})") from error
+        return chosen
+
+    try:
+        together(put_back)  # a separate step: no rank looks for the tag before it is back
+        return together(verify)[0]
+    except SlideError as error:
+        other = together(lambda: newest_whole_tag(directory, {chosen}) if is_publisher(engine) else None)[0]
+        hint = "no other tag is known to be whole" if other is None else f"the newest whole tag there is {other!r}"
+        raise SlideError(f"{error} ({hint})") from error
+
+
+def _checked(directory: Path, tag: str) -> str:
+    try:
+        return checked_tag(tag)
+    except SlideError as error:
+        raise SlideError(f"{directory} has no such checkpoint: {error}") from error
+
+
+def _verify(engine: Any, directory: Path, tag: str, wanted: Wanted) -> None:
+    path = directory / tag
+    if not path.is_dir():
+        raise SlideError(f"there is no checkpoint {path}; load a tag that is there")
+    whole_model = wanted.whole_model(path)
+    if not whole_model and (saved := saved_ranks(path)) not in (0, wanted.ranks):
+        raise SlideError(
+            f"the checkpoint {path} was saved by {saved} rank{'s' * (saved > 1)} and is loaded by {wanted.ranks}, but "
+            "the optimizer states of ZeRO-3 are divided by ranks; convert it with ds_to_universal.py and set "
+            "checkpoint.load_universal to true, or pass load_optimizer_states=False to load_checkpoint for its weights"
+        )
+    files = [engine._get_zero_ckpt_name(str(directory), tag), engine._get_ckpt_name(str(directory), tag)]
+    files += engine._get_all_ckpt_names(str(directory), tag)  # DeepSpeed merges them where there are several
+    files += [str(path / name) for name in {compressed.NAME, compressed.name_of(engine.global_rank)}]
+    if whole_model:
+        files += [str(file) for pattern in (_MODEL, _OPTIMIZER) for file in path.glob(pattern)]
+    names = {os.path.basename(file) for file in files}
+    there = sorted({file for file in files if os.path.lexists(file)})
+    manifest = Manifest.read(path)
+    if manifest is None:
+        _check_that_none_is_due(engine, path, there)
+    else:
+        manifest.check(path, names)
+        manifest.check_listed(path, map(os.path.basename, there))
+    _read_all(there)
+    if not whole_model and os.path.lexists(states := engine._get_ckpt_name(str(directory), tag)):
+        require_same_parameters(engine, path, states)
+
+
+def _check_that_none_is_due(engine: Any, path: Path, files: list[str]) -> None:
+    """Raise SlideError for a tag without a manifest where one is required; warn where DS-Slide has written the tag."""
+    if engine.optimizer.require_manifest:
+        raise SlideError(
+            f"the checkpoint {path} has no {NAME}, which ds_slide.checkpoint.require_manifest asks for; load another "
+            "tag, or set require_manifest to false to load this one unchecked"
+        )
+    if is_publisher(engine) and any(map(is_ours, files)):
+        logger.warning(
+            "the checkpoint %s was written by DS-Slide, but its %s is missing: it is loaded without comparing sizes "
+            "and sums; ds_slide.checkpoint.require_manifest refuses such a checkpoint",
+            path,
+            NAME,
+        )
+
+
+def _read_all(files: list[str]) -> None:
+    """Raise SlideError for a file that will not load, while no rank has changed anything."""
+    for file in files:
+        MappedFiles().load(file, "cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The states of a load, copied piece by piece.
 
 
 def _subspaces(
@@ -171,7 +316,7 @@ def _reading(engine: Any) -> Iterator[Reading]:
     finally:
         engine.optimizer.mapped_files = None
         # The epilogue needs all ranks, and a rank that has failed alone must not wait for the others.
-        if complete or ranks() == 1:
+        if complete or dist.get_world_size() == 1:
             engine.optimizer.checkpoint_event_epilogue()
 
 
@@ -226,7 +371,7 @@ class _Torch(ModuleType):
 
 
 @contextmanager
-def whole_model_loaded(engine: Any, load_dir: str, tag: str) -> Iterator[None]:
+def _whole_model_loaded(engine: Any, load_dir: str, tag: str) -> Iterator[None]:
     """Let `engine` load the whole model out of `tag` into its module meanwhile."""
     owner = type(engine)
 
