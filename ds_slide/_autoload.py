@@ -92,7 +92,7 @@ def _is_loaded(name: str) -> bool:
 
 def _install(name: str) -> None:
     try:
-        room = "zero_init" if name == HF_MODULE else "activation"
+        room = "early" if name == HF_MODULE else "activation"
         importlib.import_module(f"ds_slide.integration.{room}").install(sys.modules[name])
     except Exception as error:  # off means off: whatever is wrong here, the module itself must import as ever
         _warn(f"installing it into {name} failed with {error!r}")

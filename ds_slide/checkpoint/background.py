@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ds_slide.checkpoint.archive import Wrote
 from ds_slide.checkpoint.state_buffers import pieces
 from ds_slide.errors import SlideError
 from ds_slide.plan.placement import USABLE_SHARE
@@ -38,25 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundSave:
-    """One asynchronous save of this rank. `write(wrote)` writes the files in the thread. `complete()` publishes a save
-    that all ranks have written and no rank has published. `release()` removes the rest when all ranks have ended."""
+    """One asynchronous save of this rank, in a thread from now on. A subclass says what the thread does."""
 
-    def __init__(
-        self,
-        target: Path,
-        nbytes: int,
-        write: Callable[[Wrote], None],
-        complete: Callable[[], None],
-        release: Callable[[], None],
-        *,
-        alone: bool,
-    ) -> None:
-        self.complete = complete
+    def __init__(self, target: Path, nbytes: int, *, alone: bool) -> None:
         self.alone = alone
         self._target = target
         self._nbytes = nbytes
-        self._write: Callable[[Wrote], None] | None = write
-        self._release = release
         self._owner = os.getpid()
         self._written = 0
         self._awaited = False
@@ -65,6 +51,18 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name="ds_slide-checkpoint")
         self._thread.start()
         atexit.register(self._at_exit)
+
+    def write(self) -> None:
+        """Write the files, in the thread."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Publish a save that all ranks have written and no rank has published."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Remove the rest when all ranks have ended."""
+        raise NotImplementedError
 
     def is_under_way(self) -> bool:
         return self._thread.is_alive()
@@ -90,21 +88,20 @@ class BackgroundSave:
         self.wait()
         atexit.unregister(self._at_exit)
         if all_have_ended:
-            self._release()
+            self.release()
 
     def _run(self) -> None:
-        write, self._write = self._write, None
-        assert write is not None
         try:
             take_one_thread()
-            write(self._wrote)
+            self.write()
         except BaseException as error:  # kept as text: its traceback would keep the copy of the states
             cause = f"{error}" if isinstance(error, SlideError) else f"{type(error).__name__}: {error}"
             self._failure = f"the asynchronous save of {self._target} has failed: {cause}"
             # Logged at once, because no later call may raise it. DeepSpeed ends a dropped engine and hides its errors.
             logger.error(self._failure)
 
-    def _wrote(self, nbytes: int) -> None:
+    def wrote(self, nbytes: int) -> None:
+        """Count the bytes of a piece that is written, and log the progress of a save that is awaited."""
         self._written += nbytes
         # The main thread is not alive any more when it waits for this one at the interpreter's end.
         if self._awaited or not threading.main_thread().is_alive():
@@ -131,11 +128,6 @@ class BackgroundSave:
 #
 # Several threads copy the state buffers as they are stored (12 bytes a parameter, less with short moments). Training
 # waits only as long as memory needs for the copy. Making the file's fp32 values would take several times longer.
-
-_THREADS = 16
-"""The most threads: 8 to 16 cores reach the memory bandwidth of a socket."""
-_PIECE = 1 << 24
-"""Items that a thread copies at a time."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +162,8 @@ class Snapshot:
     def take(self) -> None:
         """Copy the units, which have settled and do not change meanwhile. Raises SlideError where memory runs out."""
         memory = HostMemory(page_lock=False, huge_pages=True)
-        threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)) // local_ranks()))
+        # 8 to 16 cores reach the memory bandwidth of a socket.
+        threads = max(1, min(16, len(os.sched_getaffinity(0)) // local_ranks()))
         with ThreadPoolExecutor(threads, initializer=take_one_thread) as pool:
             pending: list[Future[Any]] = []
             for unit in self.units:
@@ -178,7 +171,7 @@ class Snapshot:
                 for name, dtype, items in self._state_buffers(unit):
                     copy, source = memory.tensor(items, dtype, transfers=False), unit.state.buffers[name]
                     state_buffers[name] = InMemory(copy)
-                    for span in pieces(items, _PIECE):
+                    for span in pieces(items, 1 << 24):
                         if source.tier == "host":
                             pending.append(pool.submit(copy[span].copy_, source.read(span)))
                         else:  # the disk has its own threads, and a copy from the GPU belongs to this thread's stream

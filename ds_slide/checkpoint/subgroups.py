@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,10 +26,14 @@ from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
-States = Callable[[Unit], HasState]
-"""Returns the source of a unit's states: the settled unit itself, or a copy."""
 Flat = tuple[torch.Tensor, int]
 """A flat tensor, and the element where the partition of a parameter begins."""
+
+
+class States(Protocol):
+    """The source of states for a save: the units themselves (`SubGroups`), or copies (`Snapshot`)."""
+
+    def of(self, unit: Unit) -> HasState: ...
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ class SubGroups:
     runtime: SlideRuntime
     state_names: Sequence[str]
 
-    def settled(self, unit: Unit) -> Unit:
+    def of(self, unit: Unit) -> Unit:
         """Wait for the pending update of `unit` and return the unit."""
-        self.runtime.settle(unit)
+        self.runtime.access.settle(unit)
         return unit
 
     def masters(self, states: States) -> list[Planned]:
@@ -80,7 +84,7 @@ class SubGroups:
                 end = min(ends[index], stop)
                 offset = entry.offset + entry.partition_numel - ends[index]
                 run = slice(offset + done, offset + end)
-                values[done - start : end - start] = read_values(states(unit), key, run)
+                values[done - start : end - start] = read_values(states.of(unit), key, run)
                 index, done = index + 1, end
             return values
 
@@ -89,10 +93,10 @@ class SubGroups:
     def load_masters(self, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
         """Set weights and masters from `fp32_flat_groups`. `rounded`: round both to the model's dtype."""
         self._check(flats, "fp32_flat_groups")
-        self.runtime.begin_writing()
+        self.runtime.access.begin_writing()
         self._load(MASTER, flats, files, rounded=rounded)
         for unit in self.runtime.units:
-            self.runtime.weights_changed(unit)
+            self.runtime.access.weights_changed(unit)
 
     def load_optimizer_state(
         self, state_dict: dict[str, Any], param_groups: Sequence[dict[str, Any]], files: MappedFiles
@@ -127,7 +131,7 @@ class SubGroups:
     ) -> None:
         """Set one state of a unit in the order of the state buffers, with padding. The pieces start at a multiple of
         PIECE, so that state buffers with a scale for each group of elements get whole groups."""
-        self.runtime.settle(unit)
+        self.runtime.access.settle(unit)
         weights = unit.parameter_dtype
         for span in pieces(unit.layout.trainable_numel, PIECE):
             values = _values(unit, span, sources, files)

@@ -16,9 +16,9 @@ gets:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,38 +26,18 @@ from torch import nn
 
 from ds_slide.runtime.core.clients import AS_THEY_ARE
 
-VALUES = "ds_slide_values"
-"""Attribute of a parameter: the `Values` of its engine."""
+if TYPE_CHECKING:
+    from ds_slide.integration.parameters import ParameterProtocol
 
-
-class Values(Protocol):
-    """Reads and writes the parameters of one engine."""
-
-    def is_readable(self, parameter: Any) -> bool:
-        """Whether `present` gives its value."""
-
-    def is_small(self, parameter: Any) -> bool:
-        """Whether it is so small that stock keeps it on the accelerator."""
-
-    def is_gathered(self, parameter: Any) -> bool:
-        """Whether a script has gathered the whole parameter, in memory of its own."""
-
-    def present(self, parameter: Any, *, together: bool) -> tuple[torch.Tensor, bool]:
-        """Return its value in its shape, and whether the model computes with that same memory. SlideError where there
-        is no value. `together`: all ranks do the same, as in all writes."""
-
-    def write(self, parameter: Any, value: torch.Tensor) -> None:
-        """Make `value` its weights and masters."""
-
-    def bringer(self, parameter: Any) -> Callable[[torch.Tensor], None]:
-        """Return a hook for a copy of its value, which brings the gradient of the copy to the parameter."""
+PROTOCOL = "ds_slide_protocol"
+"""Attribute of a parameter: the ParameterProtocol of its engine, which has the parameter's value."""
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
-class Watched:
-    """Mixed into the class of a parameter between forwards."""
+class _Intercepted:
+    """A tensor whose torch functions go through `_dispatch`."""
 
     __slots__ = ()
 
@@ -67,6 +47,12 @@ class Watched:
 
     def __hash__(self) -> int:
         return id(self)
+
+
+class Watched(_Intercepted):
+    """Mixed into the class of a parameter between forwards."""
+
+    __slots__ = ()
 
     def __repr__(self) -> str:
         leave((self,))  # torch writes the class of other tensors before their elements
@@ -113,19 +99,12 @@ def leave(parameters: Iterable[Any]) -> None:
         parameter.__class__ = OWN[parameter.__class__]
 
 
-class Alias(torch.Tensor):
+class Alias(_Intercepted, torch.Tensor):
     """A view of a parameter. Its own elements are a snapshot, which only says what the view covers."""
 
     parameter: Any
     start: int | None
     """Bytes from the first element of the parameter. None: the whole parameter, whose shape the snapshot lacks."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented if _is_for_others(types) else _dispatch(func, args, kwargs or {})
-
-    def __hash__(self) -> int:
-        return id(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
         if _without_value(self) is None:
@@ -154,7 +133,7 @@ def _parameter_of(original: Any) -> Any:
 def _is_for_others(types: Sequence[type]) -> bool:
     """Whether a tensor with its own `__torch_function__`, such as logits not computed yet, is to come first."""
     default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-    others: list[Any] = [each for each in types if not issubclass(each, Watched | Alias)]
+    others: list[Any] = [each for each in types if not issubclass(each, _Intercepted)]
     return any(getattr(each.__torch_function__, "__func__", default) is not default for each in others)
 
 
@@ -226,8 +205,8 @@ def _without_value(of: Any) -> Any:
     parameter = _parameter_of(of)
     if not isinstance(parameter, Watched):
         return None
-    values: Values | None = vars(parameter).get(VALUES)
-    return None if values is None or values.is_readable(parameter) else parameter
+    protocol: ParameterProtocol | None = vars(parameter).get(PROTOCOL)
+    return None if protocol is None or protocol.is_readable(parameter) else parameter
 
 
 def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -243,14 +222,14 @@ def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _set_data(to: Any, value: torch.Tensor) -> None:
     """Do `to.data = value`. An empty value changes the data type alone, as `module.to` does."""
-    values: Values | None = vars(to).get(VALUES) if isinstance(to, Watched) else None
+    protocol: ParameterProtocol | None = vars(to).get(PROTOCOL) if isinstance(to, Watched) else None
     with AS_THEY_ARE():
-        if values is None or not value.numel() or values.is_gathered(to):
+        if protocol is None or not value.numel() or protocol.is_gathered(to):
             torch.Tensor.data.__set__(to, value)  # type: ignore[attr-defined]
             return
         there = bool(to.numel())
         value = _Call(writes=False).given(value)
-        values.write(to, value.detach())
+        protocol.write(to, value.detach())
         if value.dtype != to.dtype:
             to.data = value if there else value.new_empty(0, device=to.device)
 
@@ -280,7 +259,7 @@ class _Call:
 
     def given(self, node: Any) -> Any:
         """Return `node`, an argument or a container of arguments, with stand-ins for parameters and aliases."""
-        if isinstance(node, Watched | Alias):
+        if isinstance(node, _Intercepted):
             for known in self._stand_ins:
                 if known.original is node:
                     return known.given
@@ -295,30 +274,30 @@ class _Call:
     def _stand_in(self, original: Any) -> _StandIn:
         is_alias = isinstance(original, Alias)
         parameter = _parameter_of(original)
-        values: Values | None = vars(parameter).get(VALUES)
+        protocol: ParameterProtocol | None = vars(parameter).get(PROTOCOL)
         is_watched = issubclass(type(parameter), Watched)
-        if values is None or not is_watched or values.is_gathered(parameter):
+        if protocol is None or not is_watched or protocol.is_gathered(parameter):
             whole = parameter.data if is_alias else parameter
             return _StandIn(original, parameter, _seen(original, whole), whole, None)
         if is_alias and original.requires_grad and (torch.is_grad_enabled() or not self._writes):
             snapshot = original.as_subclass(torch.Tensor)  # a graph has this snapshot
             return _StandIn(original, parameter, snapshot, snapshot, None)
-        whole, in_use = values.present(parameter, together=self._writes)
+        whole, in_use = protocol.present(parameter, together=self._writes)
         gets_gradient = not is_alias and parameter.requires_grad and torch.is_grad_enabled()
-        if in_use and not self._writes and not (gets_gradient and values.is_small(parameter)):
+        if in_use and not self._writes and not (gets_gradient and protocol.is_small(parameter)):
             here: torch.Tensor = whole if is_alias else parameter
             return _StandIn(original, parameter, _seen(original, here), here, here._version)
         with torch.inference_mode(False), torch.no_grad():
             whole = whole.clone() if in_use else whole
         if gets_gradient:
-            whole.requires_grad_().register_post_accumulate_grad_hook(values.bringer(parameter))
+            whole.requires_grad_().register_post_accumulate_grad_hook(protocol.bringer(parameter))
         return _StandIn(original, parameter, _seen(original, whole), whole, whole._version)
 
     def write_back(self) -> None:
         """Write the values that the function has written to the weights."""
         for each in self._stand_ins:
             if each.version is not None and each.version != each.whole._version:
-                vars(each.parameter)[VALUES].write(each.parameter, each.whole.detach())
+                vars(each.parameter)[PROTOCOL].write(each.parameter, each.whole.detach())
 
     def result(self, node: Any) -> Any:
         """Return `node`, a result, with the originals of stand-ins, and aliases for views of them."""

@@ -15,18 +15,20 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
 
 from ds_slide.integration import STOCKS
+from ds_slide.integration.early import around, install_in_parser, install_in_zero_init, replaced, slide_config
 
 logger = logging.getLogger(__name__)
 
 _wrapped_classes: set[type] = set()
-_read_configs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def install(engine_module: ModuleType) -> None:
@@ -34,62 +36,19 @@ def install(engine_module: ModuleType) -> None:
     engine_class = engine_module.DeepSpeedEngine
     if engine_class in _wrapped_classes:
         return
-    engine_class.__init__ = _checking(engine_class.__init__)
-    # Where the method is gone, the constructor's check says so, but only for an engine with DS-Slide.
-    if hasattr(engine_class, "_configure_zero_optimizer"):
-        engine_class._configure_zero_optimizer = _choosing(engine_class._configure_zero_optimizer, engine_module)
-    if hasattr(engine_class, "_configure_basic_optimizer"):
-        engine_class._configure_basic_optimizer = _sparing(engine_class._configure_basic_optimizer)
-    if hasattr(engine_class, "_configure_distributed_model"):
-        engine_class._configure_distributed_model = _keeping(engine_class._configure_distributed_model)
+    _check_first(engine_class)
+    around(engine_class, "_configure_zero_optimizer", _ours_is_built)
+    around(engine_class, "_configure_basic_optimizer", _no_kernels_are_built)
+    around(engine_class, "_configure_distributed_model", _weights_stay)
     from deepspeed.ops.adam import cpu_adam
     from deepspeed.runtime import config as config_module
     from deepspeed.runtime.zero import partition_parameters
 
-    from ds_slide.integration.zero_init import install_zero_init
-
-    install_zero_init(partition_parameters.Init, slide_config)
-    if hasattr(config_module.DeepSpeedConfig, "_initialize_params"):
-        config_module.DeepSpeedConfig._initialize_params = _typed(config_module.DeepSpeedConfig._initialize_params)
+    install_in_zero_init(partition_parameters.Init)
+    install_in_parser(config_module.DeepSpeedConfig)
     if hasattr(cpu_adam, "DeepSpeedCPUAdam"):
-        cpu_adam.DeepSpeedCPUAdam.__init__ = _sparing_clients(cpu_adam.DeepSpeedCPUAdam.__init__)
+        around(cpu_adam.DeepSpeedCPUAdam, "__init__", _kernels_wait_for_use)
     _wrapped_classes.add(engine_class)
-
-
-def slide_config(ds_config: Any) -> Any:
-    """Return the SlideConfig of a raw or parsed DeepSpeed config, None where DS-Slide is off. Raises SlideConfigError.
-
-    A parsed config is read once for all callers. A raw config may change meanwhile: clients fill in its "auto" values.
-    """
-    if not hasattr(ds_config, "_param_dict"):
-        return _read(ds_config)
-    if ds_config not in _read_configs:
-        _read_configs[ds_config] = _read(ds_config._param_dict)
-    return _read_configs[ds_config]
-
-
-def _read(raw: Any) -> Any:
-    # Without the key nothing of DS-Slide is imported, let alone run.
-    if not isinstance(raw, Mapping) or "ds_slide" not in raw:
-        return None
-    from ds_slide.integration.early import enabled_block
-
-    return enabled_block(raw)
-
-
-def _typed(original: Callable[..., None]) -> Callable[..., None]:
-    """Return DeepSpeed's parser with a check of types before it."""
-
-    @functools.wraps(original)
-    def _initialize_params(self: Any, param_dict: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(param_dict, Mapping) and "ds_slide" in param_dict:
-            from ds_slide.integration.early import check_types
-            from ds_slide.integration.zero_init import reads_its_json
-
-            check_types(param_dict, filled=not reads_its_json())
-        original(self, param_dict, *args, **kwargs)
-
-    return _initialize_params
 
 
 def warn_if_meant(parsed: Any) -> None:
@@ -106,7 +65,9 @@ def warn_if_meant(parsed: Any) -> None:
             logger.warning("the config has the key %r, which DeepSpeed ignores; was ds_slide meant?", key)
 
 
-def _checking(original: Callable[..., None]) -> Callable[..., None]:
+def _check_first(engine_class: Any) -> None:
+    """Let the constructor of DeepSpeed's engine check an engine with the key first, and complete it at the end."""
+    original = engine_class.__init__
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -134,31 +95,36 @@ def _checking(original: Callable[..., None]) -> Callable[..., None]:
         check_deepspeed_config(
             parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
         )
-        # Imported after the check, since they need the names of DeepSpeed that it looks for.
-        from ds_slide.integration import (
-            checkpoint,
-            gradients,
-            inference,
-            monitor,
-            ownership,
-        )
-
         _take_from_stock(given["model"])
         try:
             original(self, *args, **kwargs)
-            if isinstance(self.optimizer, inference.SlideZeroOffload):
-                inference.attach(self)
-            else:
-                monitor.attach(self)
-                checkpoint.attach(self)
-                gradients.attach(self)
-                ownership.enter_training(self.optimizer)
-            self.optimizer.engine_hooks = _hooks_of(self)
+            _complete(self)
         except BaseException:
             _discard(self)
             raise
 
-    return __init__
+    engine_class.__init__ = __init__
+
+
+def _complete(engine: Any) -> None:
+    """Give an engine whose constructor has ended DS-Slide's own methods."""
+    # Imported after the check, since they need the names of DeepSpeed that it looks for.
+    from ds_slide.errors import SlideError
+    from ds_slide.integration import checkpoint_load, engine_methods, ownership, parameter_offload
+    from ds_slide.integration.optimizer import SlideZeroOptimizer
+
+    if isinstance(engine.optimizer, parameter_offload.SlideZeroOffload):
+        parameter_offload.attach(engine)
+    elif isinstance(engine.optimizer, SlideZeroOptimizer):
+        engine_methods.attach(engine)
+        checkpoint_load.attach(engine)
+        ownership.enter_training(engine.optimizer)
+    else:
+        raise SlideError(
+            f"ds_slide.enabled is true, but DeepSpeed built a {type(engine.optimizer).__name__}; set ds_slide.enabled "
+            "to false, or report this with the DeepSpeed config"
+        )
+    engine.optimizer.engine_hooks = _hooks_of(engine)
 
 
 def _leave_to_stock(model: Any) -> None:
@@ -168,10 +134,9 @@ def _leave_to_stock(model: Any) -> None:
     first.
     """
     if model is not None and "ds_slide.integration.ownership" in sys.modules:  # otherwise there is no such engine
-        from ds_slide.integration import ownership, parameters
+        from ds_slide.integration import ownership
 
-        ownership.end_earlier_engine(model)
-        parameters.leave_to_stock(model)
+        ownership.leave_to_stock(model)
 
 
 def _take_from_stock(model: Any) -> None:
@@ -191,7 +156,7 @@ def _discard(engine: Any) -> None:
     """Discard an engine whose constructor failed: end its lanes, give back memory and disk, and take its hooks from the
     model, where they would run under the next engine."""
     found = vars(engine)
-    if (optimizer := found.get("optimizer")) is not None:  # ours, by `_choosing`
+    if (optimizer := found.get("optimizer")) is not None:
         optimizer.destroy()
     for handle in _hooks_of(engine):
         handle.remove()
@@ -203,75 +168,49 @@ def _hooks_of(engine: Any) -> list[Any]:
     return [handle for handle in handles if handle is not None]
 
 
-def _choosing(original: Callable[..., Any], engine_module: ModuleType) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _configure_zero_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        slide = slide_config(self._config)
-        if slide is None:
-            return original(self, *args, **kwargs)
-        # Imported before the swap: its class statement names the stage-3 class as its base.
-        import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
-        from deepspeed.runtime.zero import stage3
-
-        from ds_slide.errors import SlideError
-        from ds_slide.integration.inference import SlideZeroOffload
-        from ds_slide.integration.optimizer import SlideZeroOptimizer
-
-        # Stock gives DeepSpeedZeRoOffload no process group: it takes the parameters' group.
-        with_optimizer = functools.partial(SlideZeroOptimizer, slide=slide)
-        without_optimizer = functools.partial(
-            SlideZeroOffload, slide=slide, dp_process_group=self.seq_data_parallel_group
-        )
-        with (
-            _replaced(stage3, "DeepSpeedZeroOptimizer_Stage3", with_optimizer),
-            _replaced(engine_module, "DeepSpeedZeRoOffload", without_optimizer),
-        ):
-            optimizer = original(self, *args, **kwargs)
-        if not isinstance(optimizer, SlideZeroOptimizer | SlideZeroOffload):
-            raise SlideError(
-                f"ds_slide.enabled is true, but DeepSpeed built a {type(optimizer).__name__}; set ds_slide.enabled to "
-                "false, or report this with the DeepSpeed config"
-            )
-        return optimizer
-
-    return _configure_zero_optimizer
+# ----------------------------------------------------------------------------------------------------------------------
+# The contexts in which the other wrapped methods run. An engine without the key has none.
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    stock = getattr(module, name)
-    setattr(module, name, value)
-    try:
+def _ours_is_built(engine: Any, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+    slide = slide_config(engine._config)
+    if slide is None:
         yield
-    finally:
-        setattr(module, name, stock)
+        return
+    # Imported before the swap: its class statement names the stage-3 class as its base.
+    import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+    from deepspeed.runtime import engine as engine_module
+    from deepspeed.runtime.zero import stage3
+
+    from ds_slide.integration.optimizer import SlideZeroOptimizer
+    from ds_slide.integration.parameter_offload import SlideZeroOffload
+
+    # Stock gives DeepSpeedZeRoOffload no process group: it takes the parameters' group.
+    group = engine.seq_data_parallel_group
+    with_optimizer = functools.partial(SlideZeroOptimizer, slide=slide)
+    without_optimizer = functools.partial(SlideZeroOffload, slide=slide, dp_process_group=group)
+    with (
+        replaced(stage3, "DeepSpeedZeroOptimizer_Stage3", with_optimizer),
+        replaced(engine_module, "DeepSpeedZeRoOffload", without_optimizer),
+    ):
+        yield
 
 
-def _sparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _configure_basic_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if slide_config(self._config) is None:
-            return original(self, *args, **kwargs)
-        from ds_slide.integration.update_rules import without_kernels
+def _no_kernels_are_built(engine: Any, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
+    if slide_config(engine._config) is None:
+        return nullcontext()
+    from ds_slide.integration.update_rules import without_kernels
 
-        with without_kernels():
-            return original(self, *args, **kwargs)
-
-    return _configure_basic_optimizer
+    return without_kernels()
 
 
-def _sparing_clients(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if slide_config(_config_of_accelerate()) is None:
-            original(self, *args, **kwargs)
-            return
-        from ds_slide.integration.update_rules import kernels_on_use
+def _kernels_wait_for_use(*_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
+    if slide_config(_config_of_accelerate()) is None:
+        return nullcontext()
+    from ds_slide.integration.update_rules import kernels_on_use
 
-        with kernels_on_use():
-            original(self, *args, **kwargs)
-
-    return __init__
+    return kernels_on_use()
 
 
 def _config_of_accelerate() -> Any:
@@ -283,14 +222,50 @@ def _config_of_accelerate() -> Any:
     return None if plugin is None else plugin.deepspeed_config
 
 
-def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _configure_distributed_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if slide_config(self._config) is None:
-            return original(self, *args, **kwargs)
-        from ds_slide.integration.host_weights import weights_stay
+def _weights_stay(engine: Any, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
+    return nullcontext() if slide_config(engine._config) is None else weights_stay(engine)
 
-        with weights_stay(self):
-            return original(self, *args, **kwargs)
 
-    return _configure_distributed_model
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights that the script made in host memory wait there for their state buffers.
+#
+# Stock moves a model that was not built under `deepspeed.zero.Init` to the accelerator as a whole before it partitions
+# it. A model that needs offloading does not fit there: 24 GB for 12 G parameters. Only buffers belong there;
+# `partitions.DeepSpeedClients` reads each unit's weights where they are.
+
+
+@contextmanager
+def weights_stay(engine: Any) -> Iterator[None]:
+    """Let `DeepSpeedEngine._configure_distributed_model` neither move nor broadcast parameters.
+
+    `partitions.DeepSpeedClients` broadcasts them, one at a time on the accelerator: stock would hand NCCL host memory
+    here.
+    """
+    from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+    moves = not engine.dont_change_device
+    engine.dont_change_device = True
+    engine._broadcast_model = lambda: None
+    try:
+        yield
+    finally:
+        del engine._broadcast_model
+        engine.dont_change_device = not moves
+    # As in stock. Under zero.Init the buffers are on the accelerator already, with the parameters.
+    if moves and not any(is_zero_param(parameter) for parameter in engine.module.parameters()):
+        move_all_but_parameters(engine.module, engine.device)
+
+
+def move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
+    """Move buffers, and other tensors that a module's own `_apply` moves, but no parameters and gradients."""
+    gradients = {id(parameter.grad) for parameter in module.parameters()}
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # two modules may share one
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter) or id(tensor) in gradients:
+            return tensor
+        if tensor not in moved:
+            moved[tensor] = tensor.to(device)
+        return moved[tensor]
+
+    module._apply(move)

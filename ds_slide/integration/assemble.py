@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,30 +22,28 @@ from torch import nn
 from ds_slide.compression.lsp.codec import LEAST_SUBSPACE
 from ds_slide.config import CompressionConfig, SlideConfig
 from ds_slide.errors import SlideConfigError
-from ds_slide.integration import parameters as protocol
+from ds_slide.integration.partitions import DeepSpeedClients
 from ds_slide.integration.refused import REMOVE
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.model.structure import Precision, PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
-from ds_slide.optim.rule import UpdateRule
+from ds_slide.model.structure import Precision, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.patching.apply import Replaced, apply_kernels
 from ds_slide.patching.head import stream_head
-from ds_slide.patching.kinds import Which
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
 from ds_slide.plan.probe.file_mappings import FileMappings
 from ds_slide.plan.probe.host_room import groups, host_room, share_with
 from ds_slide.plan.probe.local_ranks import local_ranks
-from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.report.log import log
-from ds_slide.runtime.build import build_runtime
+from ds_slide.runtime.build import Blueprint, build_runtime
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.sharing import open_sharing
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.weights.rows import chunk_rows
-from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_outer, find_streamed_head
+from ds_slide.runtime.weights.rows import StreamedHead, check_streamed_head, chunk_rows, find_streamed_head
 from ds_slide.store.host_memory import require_page_locks
+
+Precisions = Mapping[nn.Parameter, Precision]
 
 
 def assemble(
@@ -52,19 +51,19 @@ def assemble(
     group_of: dict[nn.Parameter, int],
     settings: RuntimeSettings,
     process_group: Any,
-    precision_of: PrecisionOf = Precision.declared,
+    precisions: Precisions = MappingProxyType({}),
 ) -> tuple[SlideRuntime, Replaced]:
     """Build the runtime for `module`, whose parameters have ZeRO-3's attributes already, and put kernels into the
     module. The caller undoes the kernels when it closes the runtime.
 
-    `group_of`: optimizer group of every trainable parameter. `precision_of`: the precision of a parameter. Collective
-    over the ranks.
+    `group_of`: optimizer group of every trainable parameter. `precisions`: of parameters that have another precision
+    than the declared one. Collective over the ranks.
     """
     config = settings.slide
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
     # The model is divided into units, and the ranks agree on the memory that each of them has.
-    unit_plans, head = divided(module, group_of, settings, ranks.world_size, precision_of)
+    unit_plans, head = divided(module, group_of, settings, ranks.world_size, precisions)
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
     if config.compression is not None and settings.trains:
@@ -77,17 +76,10 @@ def assemble(
         plan = plan_of(unit_plans, settings, budgets, shares_weights=sharing is not None)
         if device.is_cuda:
             require_page_locks(plan.host_bytes)
-        kernels = install_kernels(module, config.kernels)
-        runtime = build_runtime(
-            module,
-            unit_plans,
-            plan,
-            settings,
-            ranks,
-            device,
-            protocol.DeepSpeedClients(ranks.rank, process_group),
-            sharing=sharing,
-        )
+        kernels = apply_kernels(module, config.kernels, get_accelerator().device_name())
+        log.debug("kernels: %s", kernels)
+        clients = DeepSpeedClients(ranks.rank, process_group)
+        runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))
@@ -101,27 +93,10 @@ def assemble(
     return runtime, kernels
 
 
-def runtime_settings(
-    config: SlideConfig,
-    rule: UpdateRule,
-    ds_config: Mapping[str, Any],
-    gradient_dtype: torch.dtype,
-    accumulation_dtype: torch.dtype,
-    accumulation_steps: int,
-    clips: bool,
-) -> RuntimeSettings:
-    """Return the settings of a run, from the JSON block and DeepSpeed's arguments. `ds_config`: raw."""
+def accumulates(ds_config: Mapping[str, Any], accumulation_steps: int) -> bool:
+    """Whether a step has more than one micro-batch. `ds_config`: raw."""
     # Without management, DeepSpeed does not say which backward is the last: the script calls step() at any time.
-    accumulates = accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
-    ssd = ssd_settings(config, ds_config)
-    return RuntimeSettings(config, ssd, gradient_dtype, accumulation_dtype, accumulates, clips, rule)
-
-
-def forward_settings(config: SlideConfig, ds_config: Mapping[str, Any], dtype: torch.dtype) -> RuntimeSettings:
-    """Return the settings of an engine without an optimizer: the JSON's settings of updates and gradients do not
-    concern it."""
-    ssd = ssd_settings(config, ds_config)
-    return RuntimeSettings(config, ssd, dtype, dtype, accumulates=False, clips=False, rule=None)
+    return accumulation_steps > 1 or not ds_config.get("managed_gradient_accumulation", True)
 
 
 def divided(
@@ -129,11 +104,15 @@ def divided(
     group_of: Mapping[nn.Parameter, int],
     settings: RuntimeSettings,
     world_size: int,
-    precision_of: PrecisionOf = Precision.declared,
+    precisions: Precisions = MappingProxyType({}),
 ) -> tuple[list[UnitPlan], StreamedHead | None]:
     """Return the units of `module` in the order of their use in a forward, and the head whose rows are streamed."""
     config = settings.slide
-    head = find_streamed_head(module, world_size, settings, precision_of) if config.stream_head else None
+
+    def precision_of(parameter: nn.Parameter) -> Precision:
+        return precisions.get(parameter) or Precision.declared(parameter)
+
+    head = find_streamed_head(module, world_size) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     apart = () if head is None else (head.path,)
 
@@ -142,7 +121,7 @@ def divided(
 
     structure = find_structure(module, config.blocks, apart, leaves, precision_of, is_compressed)
     if head is not None:
-        check_is_outer(head, structure)
+        check_streamed_head(head, structure, settings)
     if config.compression is not None and settings.trains:
         _check_compressed(config.compression, [part for part in structure.parts if part.compressed])
     specs = _in_forward_order(module, structure.units)
@@ -261,25 +240,10 @@ def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:
 
 def _release_cached_host_memory() -> None:
     """Give back the page-locked memory that the weights were in under zero.Init, which torch keeps for reuse."""
-    release = getattr(torch._C, "_host_emptyCache", None)
-    if release is not None and torch.cuda.is_available():
-        release()
     if torch.cuda.is_available():
+        if (release := getattr(torch._C, "_host_emptyCache", None)) is not None:
+            release()
         torch.cuda.empty_cache()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Kernels in the model of an engine: put in before the runtime's hooks, taken out when the engine is closed.
-
-
-def install_kernels(module: nn.Module, which: Which) -> Replaced:
-    """Put the kernels `which` into `module` for the accelerator in use.
-
-    Raises SlideConfigError where they are listed and cannot run.
-    """
-    replaced = apply_kernels(module, which, get_accelerator().device_name())
-    log.debug("kernels: %s", replaced)
-    return replaced
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -299,36 +263,27 @@ def autocast_is_enabled(ds_config: Mapping[str, Any]) -> bool:
     return bool((ds_config.get("torch_autocast") or {}).get("enabled", False))
 
 
-def precision_under_autocast(
+def precisions_under_autocast(
     module: nn.Module, ds_config: Mapping[str, Any], trainable: Collection[nn.Parameter]
-) -> PrecisionOf:
-    """Return the precision of the parameters of `module`, which DeepSpeed has marked with the data type of their
-    collectives. `trainable`: the parameters that an optimizer updates."""
+) -> Precisions:
+    """Return the precision of each parameter of `module`, where DeepSpeed has marked some with the data type of their
+    collectives; nothing without autocast. `trainable`: the parameters that an optimizer updates."""
+    if not autocast_is_enabled(ds_config):
+        return {}
     names = ds_config["torch_autocast"].get("lower_precision_safe_modules")
-    safe = {_class_of(name) for name in names or get_default_autocast_lower_precision_modules()}
+    # DeepSpeed has found these classes before, and compares exact types.
+    safe = {resolve_name(name) for name in names or get_default_autocast_lower_precision_modules()}
     owners: dict[nn.Parameter, set[type[nn.Module]]] = defaultdict(set)
     for child in module.modules():
-        for parameter in _own_parameters(child):
-            owners[parameter].add(type(child))
-
-    def precision_of(parameter: nn.Parameter) -> Precision:
+        # `values` gathers nothing; ZeRO-3's dictionary gathers a parameter that is looked up in it.
+        for parameter in child._parameters.values():
+            if parameter is not None:
+                owners[parameter].add(type(child))
+    found = {}
+    for parameter in module.parameters():
         dtype = parameter.dtype
-        if parameter not in trainable or not has_comm_dtype(parameter):
-            return Precision(dtype, dtype, dtype)
-        reduced: torch.dtype = get_comm_dtype(parameter)
+        marked = parameter in trainable and has_comm_dtype(parameter)
+        reduced = get_comm_dtype(parameter) if marked else dtype
         narrows = dtype == torch.float32 and reduced == torch.bfloat16 and owners[parameter] <= safe
-        return Precision(dtype, reduced if narrows else dtype, reduced)
-
-    return precision_of
-
-
-def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    # `values` gathers nothing; ZeRO-3's dictionary gathers a parameter that is looked up in it.
-    return (parameter for parameter in module._parameters.values() if parameter is not None)
-
-
-def _class_of(name: str) -> type[nn.Module]:
-    """Return the class of that name. DeepSpeed has found it before, and compares exact types."""
-    package, _, attribute = name.rpartition(".")
-    found: type[nn.Module] = getattr(importlib.import_module(package), attribute)
+        found[parameter] = Precision(dtype, reduced if narrows else dtype, reduced)
     return found

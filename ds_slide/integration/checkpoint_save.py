@@ -140,8 +140,12 @@ def _save(engine: Any, request: _Request, snapshot: Snapshot | None) -> None:
     together(snapshot.take)
     reached("copied")
     agreement = Agreement(staging, tag, len(sizes), request.save_latest)
+
+    def begin() -> None:
+        engine.optimizer.saving = _Save(agreement, engine.global_rank, archives)
+
     try:
-        together(functools.partial(_begin, engine, agreement, archives))
+        together(begin)
     except SlideError:  # raised on all ranks: either all ranks have a save, or none
         saving, engine.optimizer.saving = engine.optimizer.saving, None
         if saving is not None:
@@ -149,29 +153,35 @@ def _save(engine: Any, request: _Request, snapshot: Snapshot | None) -> None:
         raise
 
 
-def _begin(engine: Any, agreement: Agreement, archives: list[tuple[Path, Archive]]) -> None:
-    """Begin the save in a thread, which has no reference to the engine: the engine may be destroyed meanwhile."""
-    target, rank = agreement.staging.save_dir / agreement.tag, engine.global_rank
-    nbytes = sum(archive.nbytes for _, archive in archives)
+class _Save(BackgroundSave):
+    """The save of a tag by a thread. It has no reference to the engine, which may be destroyed meanwhile."""
 
-    def write(wrote: Wrote) -> None:
-        with _as_failure(target, nbytes):
-            agreement.finish(rank, _write_files(archives, wrote))
+    def __init__(self, agreement: Agreement, rank: int, archives: list[tuple[Path, Archive]]) -> None:
+        self._agreement = agreement
+        self._rank = rank
+        self._archives = archives
+        nbytes = sum(archive.nbytes for _, archive in archives)
+        super().__init__(agreement.staging.save_dir / agreement.tag, nbytes, alone=agreement.ranks == 1)
+
+    def write(self) -> None:
+        archives, self._archives = self._archives, []  # a failed save keeps no copy of the states either
+        with _as_failure(self._target, self._nbytes):
+            self._agreement.finish(self._rank, _write_files(archives, self.wrote))
             archives.clear()  # this also frees the copy of the states
 
-    def complete() -> None:
-        with _as_failure(target, nbytes):
-            agreement.publish_if_complete()
+    def complete(self) -> None:
+        with _as_failure(self._target, self._nbytes):
+            self._agreement.publish_if_complete()
 
-    release = functools.partial(_discard, agreement.staging)
-    engine.optimizer.saving = BackgroundSave(target, nbytes, write, complete, release, alone=agreement.ranks == 1)
+    def release(self) -> None:
+        _discard(self._agreement.staging)
 
 
 def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) -> list[tuple[Path, Archive]]:
     """Return this rank's files as DeepSpeed composes them. `snapshot`: the states to be written, if copied."""
     directory, tag = request.staging.path, request.tag
     copied = snapshot is not None
-    states = engine.optimizer.sub_groups.settled if snapshot is None else snapshot.of
+    states: States = engine.optimizer.sub_groups if snapshot is None else snapshot
     with engine.checkpoint_engine.collecting(copied=copied) as collected, _planned_fragments(engine, states):
         arguments = {"client_state": request.client_state, "exclude_frozen_parameters": request.exclude_frozen}
         engine._save_checkpoint(str(directory), tag, **arguments)
@@ -209,7 +219,7 @@ def _planned_fragments(engine: Any, states: States) -> Iterator[None]:
         unit, entry = places[parameter]
 
         def read(start: int, stop: int) -> torch.Tensor:
-            return read_weights(states(unit), entry, start, stop)
+            return read_weights(states.of(unit), entry, start, stop)
 
         return Planned(entry.partition_numel, parameter.dtype, read)
 

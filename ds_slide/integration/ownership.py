@@ -1,6 +1,6 @@
 """The engine that a model belongs to, the engines that train, and the engine whose step follows a backward.
 
-A model belongs to one engine at a time.
+A model belongs to one engine at a time. While it does, copies of it are plain models.
 
 `Trainer.evaluate()` builds an engine and `Trainer.train()` after it another engine of the same model, and does not
 destroy the first. Its hooks would run under the second's.
@@ -8,9 +8,11 @@ destroy the first. Its hooks would run under the second's.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_slide.errors import SlideError
-from ds_slide.integration import gradients, stock_modules
-from ds_slide.integration import parameters as protocol
-from ds_slide.integration.present_values import allow_forwards, refuse_forwards
+from ds_slide.integration import engine_methods, partitions, stock_modules
+from ds_slide.integration.parameters import ParameterProtocol
+from ds_slide.integration.partitions import allow_forwards, refuse_forwards
+from ds_slide.patching.head import StreamedLinear
+from ds_slide.patching.rows import ROWS, rows_of
 from ds_slide.runtime.engine import SlideRuntime
 
 
@@ -31,6 +35,7 @@ class Owner(Protocol):
     """The object that DeepSpeed's engine calls its optimizer."""
 
     runtime: SlideRuntime
+    protocol: ParameterProtocol
     engine_hooks: Sequence[RemovableHandle]
     """Hooks of DeepSpeed's engine in the model."""
 
@@ -44,6 +49,7 @@ _owners = WeakIdKeyDictionary()
 def enter(owner: Owner, module: nn.Module) -> None:
     """Make `owner` the owner of the parameters of `module`."""
     allow_forwards(module)
+    _teach_copies(module, owner.protocol)
     reference = weakref.ref(owner)
     for parameter in module.parameters():
         _owners[parameter] = reference
@@ -57,9 +63,9 @@ def end(owner: Owner, module: nn.Module) -> None:
     and all of its states alive while the model lives."""
     for handle in owner.engine_hooks:
         handle.remove()
-    if owner.runtime.spoiled:
-        protocol.mark_spoiled(
-            (parameter for unit in owner.runtime.units for parameter in unit.parameters), owner.runtime.spoiled
+    if owner.runtime.access.spoiled:
+        partitions.mark_spoiled(
+            (parameter for unit in owner.runtime.units for parameter in unit.parameters), owner.runtime.access.spoiled
         )
     if leave(owner, module):
         refuse_forwards(module)
@@ -88,11 +94,20 @@ def end_earlier_engine(module: nn.Module) -> None:
     for owner in owners:
         _require_whole_weights(owner)
     if owners:
-        protocol.require_own_partitions(module)
+        partitions.require_own_partitions(module)
     for owner in owners:
         for unit in owner.runtime.units:
-            owner.runtime.settle(unit)
+            owner.runtime.access.settle(unit)
         owner.destroy()
+
+
+def leave_to_stock(module: nn.Module) -> None:
+    """End the engines that have `module`, and leave its parameters and its copies as stock has them. Raises SlideError
+    as `end_earlier_engine` does, or where weights went with an engine's SSD."""
+    end_earlier_engine(module)
+    partitions.leave_to_stock(module)
+    for each in (*module.modules(), *module.parameters()):
+        vars(each).pop(_COPY, None)
 
 
 def _require_whole_weights(owner: Owner) -> None:
@@ -101,7 +116,7 @@ def _require_whole_weights(owner: Owner) -> None:
             "the model belongs to an engine that has weights on SSD, from where another engine cannot take them; "
             "build the model again, or load it, for the second deepspeed.initialize"
         )
-    if why := owner.runtime.why_spoiled():
+    if why := owner.runtime.access.why_spoiled():
         raise SlideError(
             f"the model belongs to an engine that has no whole weights to leave to another one, because {why}; call "
             "load_checkpoint() of that engine, or build the model again, before the second deepspeed.initialize"
@@ -166,7 +181,7 @@ def _zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
             given.setdefault(owner, []).append(parameter)
     for optimizer, parameters in given.items():
         if (engine := optimizer.engine()) is not None:
-            gradients.drop_some(engine, parameters, set_to_none=set_to_none)
+            engine_methods.drop_some(engine, parameters, set_to_none=set_to_none)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,3 +222,81 @@ def _is_in_graph(parameter: nn.Parameter) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # the parameter is one of the inputs of torch.autograd.grad
         return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `copy.deepcopy` of a model that an engine has: a plain model with whole weights, as for an average or a reference.
+#
+# The engine's additions are not copied: hooks, which lead to lanes and locks, and ZeRO-3's parameters, which are empty
+# between forwards. Python asks each object for its way of copying, so every module gets one, and a part of a model is
+# copied like the whole.
+
+_COPY = "__deepcopy__"
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+_OF_ZERO3 = ("ds_id", "ds_recompute_parameters", "_external_params", "ds_external_parameters", "all_parameters")
+
+
+def _teach_copies(module: nn.Module, protocol: ParameterProtocol) -> None:
+    """Make copies of `module`, of the modules in it and of their parameters plain."""
+    for child in module.modules():
+        vars(child)[_COPY] = functools.partial(_plain_copy, child, protocol)
+    for parameter in module.parameters():
+        vars(parameter)[_COPY] = functools.partial(_plain_parameter, parameter, protocol)
+
+
+def _plain_parameter(parameter: nn.Parameter, protocol: ParameterProtocol, memo: dict[int, Any]) -> nn.Parameter:
+    (weights,) = protocol.whole_weights([parameter]).values()
+    copied = memo[id(parameter)] = nn.Parameter(weights, requires_grad=parameter.requires_grad)
+    return copied
+
+
+def _plain_copy(module: nn.Module, protocol: ParameterProtocol, memo: dict[int, Any]) -> nn.Module:
+    children = list(module.modules())
+    parameters = [parameter for parameter in module.parameters() if id(parameter) not in memo]
+    for parameter, weights in protocol.whole_weights(parameters).items():
+        memo[id(parameter)] = nn.Parameter(weights, requires_grad=parameter.requires_grad)
+    for child in children:
+        _leave_hooks_out(child, memo)
+        if (rows := rows_of(child)) is not None:
+            memo[id(rows)] = None
+    with _untaught(children):
+        copied: nn.Module = copy.deepcopy(module, memo)
+    for child in copied.modules():
+        for name in (*_OF_ZERO3, ROWS):
+            vars(child).pop(name, None)
+        if type(child) is StreamedLinear:
+            child.__class__ = nn.Linear  # type: ignore[assignment]
+        if type(child._parameters) is not dict:  # stock's dictionary gathers a parameter that is read
+            child._parameters = dict(child._parameters)
+    return copied
+
+
+def _leave_hooks_out(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Put into `memo` the hooks that a copy of `module` has: the script's own."""
+    tables = [getattr(module, name) for name in _HOOKS]
+    ours = {number for table in tables for number, hook in table.items() if _is_of_engine(hook)}
+    for table in tables if ours else ():
+        kept = type(table)((number, hook) for number, hook in table.items() if number not in ours)
+        memo[id(table)] = copy.deepcopy(kept, memo)
+
+
+def _is_of_engine(hook: Any) -> bool:
+    where = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    return where.startswith(("ds_slide.", "deepspeed."))
+
+
+@contextmanager
+def _untaught(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let Python copy the modules by itself, each with its class's own way where it has one."""
+    taught = [(module, vars(module).pop(_COPY)) for module in modules if _COPY in vars(module)]
+    try:
+        yield
+    finally:
+        for module, way in taught:
+            vars(module)[_COPY] = way

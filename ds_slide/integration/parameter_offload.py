@@ -1,4 +1,4 @@
-"""`optimizer.parameter_offload`: takes the engine's hooks from a model for a while, and puts them back.
+"""`DeepSpeedZeRoOffload`'s place: the owner of the engine's hooks in a model, and an engine without an optimizer.
 
 `unwrap_model_for_generation` of TRL, DeepSpeed and others gathers the parameters, removes the hooks in `forward_hooks`
 and `backward_hooks`, empties both lists, and lets the model generate with its whole weights. It puts the hooks back
@@ -8,12 +8,24 @@ Meanwhile scripts use the coordinator of the prefetches, whose trace is stale th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import _init_external_params
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideAttributeError, SlideError
+from ds_slide.integration import engine_methods, ownership, partitions
+from ds_slide.integration.assemble import assemble
+from ds_slide.integration.checkpoint_files import SlideCheckpointEngine
+from ds_slide.integration.contract import check_without_optimizer
 from ds_slide.integration.parameters import ParameterProtocol
+from ds_slide.plan.ssd_settings import ssd_settings
+from ds_slide.runtime.core.settings import RuntimeSettings
 from ds_slide.runtime.engine import SlideRuntime
 
 _AGAIN = "optimizer.parameter_offload.setup_zero_stage3_hooks()"
@@ -71,7 +83,7 @@ class ParameterOffload:
         self.persistent_parameters: list[nn.Parameter] = []
         self.param_coordinator = Coordinator(protocol)
         self.fwd_pre_hook = _NoHook()
-        self.forward_hooks: list[Any] = list(runtime.hooks)
+        self.forward_hooks: list[Any] = list(runtime.hooks.attached)
         self.backward_hooks: list[Any] = []
         """Always empty: each of `forward_hooks` serves forward and backward."""
 
@@ -79,9 +91,9 @@ class ParameterOffload:
 
     def setup_zero_stage3_hooks(self) -> None:
         """Put the hooks into the model, and remove present ones."""
-        self._runtime.require_running("putting hooks into the model")
-        self._runtime.attach()
-        self.forward_hooks, self.backward_hooks = list(self._runtime.hooks), []
+        self._runtime.access.require_running("putting hooks into the model")
+        self._runtime.hooks.attach()
+        self.forward_hooks, self.backward_hooks = list(self._runtime.hooks.attached), []
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
         """Put the hooks into the model, as `setup_zero_stage3_hooks` does. `count` is stock's, and not needed."""
@@ -96,7 +108,7 @@ class ParameterOffload:
     """The name of that method before DeepSpeed 0.16.4."""
 
     def _remove_module_hooks(self) -> None:
-        self._runtime.detach()
+        self._runtime.hooks.detach()
         self.forward_hooks, self.backward_hooks = [], []
 
     def destroy(self) -> None:
@@ -105,8 +117,8 @@ class ParameterOffload:
 
     def require_hooks(self) -> None:
         """Raise SlideError for a training step of a model whose hooks were not put back, or whose engine has ended."""
-        self._runtime.require_running("backward()")
-        if not self.forward_hooks or not self._runtime.is_attached:
+        self._runtime.access.require_running("backward()")
+        if not self.forward_hooks or not self._runtime.hooks.are_there:
             raise SlideError(
                 "backward() without DS-Slide's hooks: they were removed from the model, as for generation, and not put "
                 f"back; call {_AGAIN}"
@@ -132,3 +144,113 @@ class ParameterOffload:
 
     def __getattr__(self, name: str) -> Any:
         raise SlideAttributeError(f"DS-Slide's parameter_offload has no attribute {name!r}: {_NO_TRACE}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An engine without an optimizer: forwards of a model whose blocks pass through the window, with weights only.
+#
+# TRL's and LLaMA-Factory's reference models and `Trainer.evaluate()` alone take the JSON of the training and leave the
+# optimizer out. DeepSpeed builds a `DeepSpeedZeRoOffload` then, which the engine calls its optimizer. DS-Slide builds a
+# `SlideZeroOffload` instead.
+
+GIVE_ONE = (
+    'give it an "optimizer" of type AdamW in the DeepSpeed config, or pass an optimizer to deepspeed.initialize, if it '
+    "is to be trained"
+)
+
+
+class SlideZeroOffload(ParameterOffload, DeepSpeedZeRoOffload):
+    """ZeRO stage 3 without an optimizer, streamed by `ds_slide.runtime`. Constructor arguments: `slide` and stock's;
+    the sizes of stock's prefetching are ignored.
+
+    A subclass only because `isinstance` gates much of the engine; the stock constructor is not run.
+    """
+
+    engine_hooks: Sequence[RemovableHandle] = ()
+
+    def __init__(
+        self,
+        module: nn.Module,
+        timers: Any,
+        ds_config: Any,
+        *,
+        slide: SlideConfig,
+        dp_process_group: Any,
+        **kwargs: Any,
+    ) -> None:
+        check_without_optimizer(module)
+        ownership.end_earlier_engine(module)
+        self.timers = timers
+        self.dtype: torch.dtype = next(module.parameters()).dtype
+        self.dp_process_group = dp_process_group
+        self.offload_device = getattr(kwargs.get("offload_param_config"), "device", None)
+        self.zenflow = False
+        partitions.convert(module, dp_process_group, self.dtype)
+        for child in module.modules():
+            _init_external_params(child)
+        self.module = module
+        ssd = ssd_settings(slide, ds_config)
+        # The JSON's settings of updates and gradients do not concern an engine without an optimizer.
+        settings = RuntimeSettings(slide, ssd, self.dtype, self.dtype, accumulates=False, clips=False, rule=None)
+        self.runtime, self.kernels = assemble(module, {}, settings, dp_process_group)
+        try:
+            self.protocol = ParameterProtocol(
+                self.runtime, dp_process_group, int(kwargs.get("param_persistence_threshold", 100_000))
+            )
+            ParameterOffload.__init__(self, self.runtime, module, self.protocol)
+            ownership.enter(self, module)
+        except BaseException:
+            self.destroy()
+            raise
+
+    def slide_stats(self) -> dict[str, Any]:
+        """`memory`, `pools`, `ssd` and `kernels` as in the statistics of an engine that trains."""
+        parts = self.runtime.parts
+        return {
+            "memory": dict(parts.memory_report),
+            "pools": parts.pool_report(),
+            "ssd": {} if parts.ssd is None else parts.ssd.store.statistics(),
+            "kernels": self.kernels.as_dict(),
+        }
+
+    # ---- what the engine and clients call ----------------------------------------------------------------------------
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """This object itself, as clients expect of an engine with an optimizer."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise SlideAttributeError(f"this engine has no optimizer, and DS-Slide keeps no '{name}' for it; {GIVE_ONE}")
+
+    def destroy(self) -> None:
+        """End the lanes and remove the hooks. Harmless when called twice."""
+        self.runtime.close()
+        self.kernels.undo()
+        ownership.end(self, self.module)
+
+
+def attach(engine: Any) -> None:
+    """Give `engine`, whose optimizer is a `SlideZeroOffload`, the line at its start, a checkpoint engine for
+    `save_16bit_model`, and an error for methods that only an engine that trains can run. Attributes of the object, not
+    of the class."""
+    engine_methods.log_start(engine)
+    engine.checkpoint_engine = SlideCheckpointEngine()
+    for name in ("backward", "step", "save_checkpoint", "load_checkpoint"):
+        setattr(engine, name, _refusing(f"{name}()"))
+    engine._backward_prologue = _refusing("backward() of its outputs")  # of torch; the module's own run as in stock
+
+
+def _refusing(what: str) -> Any:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise _no_optimizer(what)
+
+    return refuse
+
+
+def _no_optimizer(what: str) -> SlideError:
+    other = {
+        "save_checkpoint()": "; save_16bit_model() writes its weights",
+        "load_checkpoint()": "; load the weights into the model before deepspeed.initialize",
+    }
+    return SlideError(f"this engine has no optimizer, so {what} is not possible; {GIVE_ONE}{other.get(what, '')}")

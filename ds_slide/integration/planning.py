@@ -20,7 +20,7 @@ from ds_slide.config import CONFIG_KEY, SlideConfig, shown
 from ds_slide.config.json_types import AUTO
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration import update_rules
-from ds_slide.integration.assemble import autocast_is_enabled, divided, gpu_states_of, plan_of, runtime_settings
+from ds_slide.integration.assemble import accumulates, autocast_is_enabled, divided, gpu_states_of, plan_of
 from ds_slide.integration.contract import check_deepspeed_config, raise_all
 from ds_slide.integration.early import check_types
 from ds_slide.integration.refused import compressed_ranks_problems
@@ -28,6 +28,7 @@ from ds_slide.optim.adamw import ADAMW
 from ds_slide.plan.forecast import Room
 from ds_slide.plan.memory import Budgets, Plan
 from ds_slide.plan.needs import Needs
+from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 
 FILLED = {
@@ -151,20 +152,21 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
     model.to(model_dtype)
     if model_dtype == torch.float32:
         notes.append("the model is in fp32, but times are those of products in bf16, which are several times as fast")
-    settings = runtime_settings(
+    steps = parsed.gradient_accumulation_steps
+    settings = RuntimeSettings(
         slide,
-        rule,
-        raw,
+        ssd_settings(slide, raw),
         engine.communication_data_type,
         accumulation_dtype,
-        parsed.gradient_accumulation_steps,
-        parsed.gradient_clipping > 0,
+        accumulates(raw, steps),
+        clips=parsed.gradient_clipping > 0,
+        rule=rule,
     )
     group_of = {parameter: 0 for parameter in model.parameters() if parameter.requires_grad}
     unit_plans, _ = divided(model, group_of, settings, room.ranks)
     shares = room.ranks > 1 and slide.share_weights is not False
     plan = plan_of(unit_plans, settings, _budgets(slide, room), shares_weights=shares)
-    return Planned(plan, plan.needs, settings, unit_plans, parsed.gradient_accumulation_steps, raw, notes)
+    return Planned(plan, plan.needs, settings, unit_plans, steps, raw, notes)
 
 
 def _engine_of(parsed: DeepSpeedConfig) -> Any:

@@ -1,7 +1,7 @@
-"""Tables of the settings that DS-Slide supports with some values only.
+"""Tables of what DS-Slide refuses by name: settings with other values than some, and stock's private attributes.
 
-A row has a key of `Values` (where the check finds the setting) and the JSON path (where the user finds it). It also has
-the supported values, and the two halves of the sentence that refuses other values.
+A row of settings has a key of `Values` (where the check finds the setting) and the JSON path (where the user finds it).
+It also has the supported values, and the two halves of the sentence that refuses other values.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_slide.config import SlideConfig
-from ds_slide.errors import SlideError
+from ds_slide.errors import SlideAttributeError, SlideError
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.runtime.core.unit import Unit
 
 Values = Mapping[str, Any]
 """Settings by the argument names of DeepSpeedZeroOptimizer_Stage3's constructor, plus some of the engine's own."""
+
+
+NO_SUPPORT = "DS-Slide does not support it"
+_NO_QUANTIZATION = "DS-Slide does not support ZeRO++"
+FP32_STATES = "DS-Slide keeps master weights and moments in fp32"
 
 
 @dataclass(frozen=True)
@@ -31,81 +36,46 @@ class Refused:
     """Key in `Values`."""
     path: str
     """The JSON path where the user sets it."""
-    allowed: tuple[Any, ...]
-    why: str
-    remedy: str
+    why: str = NO_SUPPORT
+    remedy: str = "set it to false"
+    allowed: tuple[Any, ...] = (False,)
 
-
-NO_SUPPORT = "DS-Slide does not support it"
-_NO_QUANTIZATION = "DS-Slide does not support ZeRO++"
-FP32_STATES = "DS-Slide keeps master weights and moments in fp32"
 
 REFUSED_ENGINE_SETTINGS = (
-    Refused("hybrid_engine", "hybrid_engine.enabled", (False,), NO_SUPPORT, "set it to false"),
+    Refused("hybrid_engine", "hybrid_engine.enabled"),
+    Refused("deepcompile", "compile.deepcompile", "its passes move the parameters that DS-Slide moves"),
+    Refused("autotp_size", "tensor_parallel.autotp_size", "DS-Slide has no tensor parallelism", "set it to 0", (0, 1)),
+    Refused("expert_parallel", "expert_parallel.enabled", "DS-Slide has no expert parallelism"),
     Refused(
-        "deepcompile",
-        "compile.deepcompile",
-        (False,),
-        "its passes move the parameters that DS-Slide moves",
-        "set it to false",
+        "sequence_parallel_size", "sequence_parallel_size", "DS-Slide has no sequence parallelism", "set it to 1", (1,)
     ),
-    Refused("autotp_size", "tensor_parallel.autotp_size", (0, 1), "DS-Slide has no tensor parallelism", "set it to 0"),
-    Refused(
-        "expert_parallel", "expert_parallel.enabled", (False,), "DS-Slide has no expert parallelism", "set it to false"
-    ),
-    Refused(
-        "sequence_parallel_size",
-        "sequence_parallel_size",
-        (1,),
-        "DS-Slide has no sequence parallelism",
-        "set it to 1",
-    ),
-    Refused(
-        "pipeline_loading_checkpoint",
-        "zero_optimization.pipeline_loading_checkpoint",
-        (False,),
-        NO_SUPPORT,
-        "set it to false",
-    ),
+    Refused("pipeline_loading_checkpoint", "zero_optimization.pipeline_loading_checkpoint"),
 )
 
 REFUSED_ZERO_SETTINGS = (
-    Refused("zero_hpz_partition_size", "zero_optimization.zero_hpz_partition_size", (1, 0), _NO_QUANTIZATION, "use 1"),
+    Refused("zero_hpz_partition_size", "zero_optimization.zero_hpz_partition_size", _NO_QUANTIZATION, "use 1", (1, 0)),
     *(
-        Refused(name, f"zero_optimization.{name}", (False,), _NO_QUANTIZATION, "set it to false")
+        Refused(name, f"zero_optimization.{name}", _NO_QUANTIZATION)
         for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
     ),
-    Refused("mics_shard_size", "zero_optimization.mics_shard_size", (-1, 0), NO_SUPPORT, "remove it"),
+    Refused("mics_shard_size", "zero_optimization.mics_shard_size", remedy="remove it", allowed=(-1, 0)),
     Refused(
         "elastic_checkpoint",
         "zero_optimization.elastic_checkpoint",
-        (False,),
         "ZeRO-3 has no elastic checkpoints",
         "set it to false and use universal checkpoints",
     ),
-    Refused("prescale_gradients", "prescale_gradients", (False,), NO_SUPPORT, "set it to false"),
+    Refused("prescale_gradients", "prescale_gradients"),
     Refused(
         "gradient_predivide_factor",
         "gradient_predivide_factor",
-        (1.0,),
         "DS-Slide divides gradients by the world size only",
         "set it to 1.0",
+        (1.0,),
     ),
-    Refused(
-        "fp16_master_weights_and_gradients",
-        "fp16.fp16_master_weights_and_grads",
-        (False,),
-        FP32_STATES,
-        "set it to false",
-    ),
-    Refused(
-        "bf16_master_weights_and_gradients",
-        "bf16.bf16_master_weights_and_grads",
-        (False,),
-        FP32_STATES,
-        "set it to false",
-    ),
-    Refused("bf16_optimizer_states", "bf16.bf16_optimizer_states", (False,), FP32_STATES, "set it to false"),
+    Refused("fp16_master_weights_and_gradients", "fp16.fp16_master_weights_and_grads", FP32_STATES),
+    Refused("bf16_master_weights_and_gradients", "bf16.bf16_master_weights_and_grads", FP32_STATES),
+    Refused("bf16_optimizer_states", "bf16.bf16_optimizer_states", FP32_STATES),
 )
 
 
@@ -179,3 +149,73 @@ def require_own_layout(unit: Unit, what: str) -> None:
     """Raise SlideError where `what` of the parameters of `unit` is in a subspace, not in the parameters' own layout."""
     if unit.state.writes_change:
         raise SlideError(f"{what} of {unit.name} is in the subspace of ds_slide.compression, and no parameter's own")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attributes of DeepSpeedZeroOptimizer_Stage3 that tools read, though they are private.
+#
+# Attributes that cost nothing have stock's value. The rest describe partitions, buffers and hooks that DS-Slide does
+# not have: a read of one raises an error that says so, and what to use instead.
+
+_MASTERS = (
+    "the masters of all parameters are not in flat groups; use deepspeed.utils.safe_get_full_fp32_param or "
+    "safe_get_local_fp32_param, and safe_set_full_fp32_param to write"
+)
+_WEIGHTS = "the weights are not partitioned into flat groups; use deepspeed.zero.GatheredParameters"
+_GRADIENTS = (
+    "gradients do not stay where backward leaves them; use deepspeed.utils.safe_get_full_grad or safe_get_local_grad "
+    "between backward() and step(), and safe_set_full_grad to write"
+)
+_NORMS = "norms are not kept for each parameter; use engine.get_global_grad_norm()"
+_SWAPPING = "states that live on SSD are DS-Slide's own; use deepspeed.utils.safe_get_full_optimizer_state"
+_FETCHING = "whole blocks are fetched, in the order in which the model runs them; use ds_slide.window"
+
+_INSTEAD = {
+    _MASTERS: (
+        "fp32_partitioned_groups_flat",
+        "hp_params_pin_buffers",
+        "next_swappable_fp32_partitioned_groups",
+        "_get_fp32_opt_state_partition",
+        "_set_fp32_optimizer_param_groups",
+        "_unflatten_partitioned_parameters",
+    ),
+    _WEIGHTS: (
+        "fp16_partitioned_groups",
+        "fp16_partitioned_groups_flat",
+        "fp16_partitioned_groups_flat_id",
+        "fp16_partitioned_groups_flat_numel",
+        "lp_param_buffer",
+        "lp_param_contiguous_pin_buffer",
+        "param_groups_fp16_flat_cpu_memory",
+        "groups_padding",
+        "partition_size",
+    ),
+    _GRADIENTS: (
+        "averaged_gradients",
+        "grad_partitions_flat_buffer",
+        "grad_position",
+        "ipg_buckets",
+        "is_param_in_current_partition",
+        "lp_grad_partitions_flat_pin_buffers",
+        "params_already_reduced",
+        "previous_reduced_grads",
+        "reduce_and_partition_stream",
+        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+    ),
+    _NORMS: ("norm_for_param_grads",),
+    _SWAPPING: ("_swappable_optimizer_subgroup", "max_params_in_cpu"),
+    _FETCHING: ("prefetch_elements", "param_coordinators"),
+}
+_REASONS = {name: reason for reason, names in _INSTEAD.items() for name in names}
+
+
+def missing(name: str) -> SlideAttributeError:
+    """Return the error for an attribute that SlideZeroOptimizer does not have."""
+    reason = _REASONS.get(name)
+    if reason is None:
+        reason = (
+            "it has none of stock ZeRO-3's private parts; use deepspeed.utils.safe_get_* and safe_set_* for states and "
+            "gradients, or set ds_slide.enabled to false"
+        )
+    public = name.removeprefix("_DeepSpeedZeroOptimizer_Stage3")
+    return SlideAttributeError(f"DS-Slide's optimizer has no attribute {public!r}: {reason}")

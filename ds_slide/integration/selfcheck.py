@@ -7,7 +7,7 @@ reported as what it is instead of failing somewhere in the middle, and it does n
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -22,51 +22,73 @@ _END_VERSION = (0, 20)
 
 @dataclass(frozen=True)
 class Symbol:
-    """`path` in `module`; for a function also the parameters it must start with, and those it must have anywhere."""
+    """`path` in `module`; for a function also the parameters it must start with, and those it must have anywhere, all
+    separated by spaces."""
 
     module: str
     path: str
-    leading: tuple[str, ...] | None = None
-    anywhere: tuple[str, ...] = ()
+    leading: str | None = None
+    anywhere: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.path}"
+
+    def fault(self) -> str | None:
+        """Return a phrase if the symbol is missing or has other parameters than expected, otherwise None."""
+        try:
+            value: Any = functools.reduce(getattr, self.path.split("."), importlib.import_module(self.module))
+        except (ImportError, AttributeError):
+            return f"{self} is missing"
+        if self.leading is None:
+            return None
+        # DeepSpeed's instrument_w_nvtx makes a function (*args, **kwargs) without functools.wraps; the original is in
+        # the closure.
+        while getattr(value, "__name__", "") == "wrapped_fn":
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            inner = [content for content in cells if isinstance(content, FunctionType)]
+            if len(inner) != 1:
+                break
+            value = inner[0]
+        actual, leading = list(inspect.signature(value).parameters), self.leading.split()
+        if actual[: len(leading)] != leading:
+            return f"{self} takes ({', '.join(actual)}) instead of ({', '.join(leading)}, ...)"
+        lacking = [name for name in self.anywhere.split() if name not in actual]
+        return f"{self} has no parameter {', '.join(lacking)}" if lacking else None
 
 
 def _methods(module: str, owner: str, **signatures: str) -> Iterator[Symbol]:
     """Methods of one class: name="parameters after self, separated by spaces"."""
     for name, parameters in signatures.items():
-        yield Symbol(module, f"{owner}.{name}", ("self", *parameters.split()))
+        yield Symbol(module, f"{owner}.{name}", f"self {parameters}")
 
 
+_ENGINE = "deepspeed.runtime.engine"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+_SCALER = "deepspeed.runtime.fp16.loss_scaler"
 
 SYMBOLS: tuple[Symbol, ...] = (
     # activation.py
     Symbol(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.__init__",
-        ("self", "args", "model", "optimizer"),
-        ("mpu", "config", "config_class", "dont_change_device"),
+        _ENGINE, "DeepSpeedEngine.__init__", "self args model optimizer", "mpu config config_class dont_change_device"
     ),
-    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._configure_zero_optimizer", ("self", "optimizer")),
+    *_methods(_ENGINE, "DeepSpeedEngine", _configure_zero_optimizer="optimizer", _configure_distributed_model="model"),
+    *_methods(_ENGINE, "DeepSpeedEngine", _broadcast_model=""),
     Symbol("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"),
-    Symbol("deepspeed.runtime.engine", "DeepSpeedZeRoOffload"),
-    Symbol("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__", ("self", "model_params")),
+    Symbol(_ENGINE, "DeepSpeedZeRoOffload"),
+    Symbol("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__", "self model_params"),
     # assemble.py, early.py
-    Symbol("deepspeed.runtime.torch_autocast", "has_comm_dtype", ("param",)),
-    Symbol("deepspeed.runtime.torch_autocast", "get_comm_dtype", ("param",)),
-    Symbol("deepspeed.runtime.torch_autocast", "get_default_autocast_lower_precision_modules", ()),
+    Symbol("deepspeed.runtime.torch_autocast", "has_comm_dtype", "param"),
+    Symbol("deepspeed.runtime.torch_autocast", "get_comm_dtype", "param"),
+    Symbol("deepspeed.runtime.torch_autocast", "get_default_autocast_lower_precision_modules", ""),
     Symbol("deepspeed.runtime.config", "DtypeEnum"),
     # planning.py
-    Symbol("deepspeed.runtime.config", "DeepSpeedConfig.__init__", ("self", "config")),
-    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.get_data_types", ("self",)),
-    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.communication_data_type"),
-    # inference.py
-    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._backward_prologue", ("self",)),
-    Symbol(_OFFLOAD, "DeepSpeedZeRoOffload.__init__", ("self", "module", "timers", "ds_config"), ("dp_process_group",)),
+    Symbol("deepspeed.runtime.config", "DeepSpeedConfig.__init__", "self config"),
+    *_methods(_ENGINE, "DeepSpeedEngine", get_data_types=""),
+    Symbol(_ENGINE, "DeepSpeedEngine.communication_data_type"),
+    # parameter_offload.py
+    Symbol(_OFFLOAD, "DeepSpeedZeRoOffload.__init__", "self module timers ds_config", "dp_process_group"),
     *_methods(
         _OFFLOAD,
         "DeepSpeedZeRoOffload",
@@ -76,15 +98,12 @@ SYMBOLS: tuple[Symbol, ...] = (
         empty_partition_cache="",
         destroy="",
     ),
-    # host_weights.py
-    *_methods("deepspeed.runtime.engine", "DeepSpeedEngine", _configure_distributed_model="model", _broadcast_model=""),
-    # monitor.py
-    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", ("self", "lr_kwargs")),
-    Symbol("deepspeed.runtime.engine", "DeepSpeedEngine.steps_per_print", ("self",)),
-    Symbol("deepspeed.monitor.monitor", "MonitorMaster.write_events", ("self", "event_list")),
+    # engine_methods.py
+    *_methods(_ENGINE, "DeepSpeedEngine", _backward_prologue="", _take_model_step="lr_kwargs", steps_per_print=""),
+    Symbol("deepspeed.monitor.monitor", "MonitorMaster.write_events", "self event_list"),
     # checkpoint*.py
     *_methods(
-        "deepspeed.runtime.engine",
+        _ENGINE,
         "DeepSpeedEngine",
         save_checkpoint="save_dir tag client_state save_latest exclude_frozen_parameters",
         load_checkpoint="load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
@@ -110,23 +129,18 @@ SYMBOLS: tuple[Symbol, ...] = (
         load="path map_location",
     ),
     Symbol("deepspeed.git_version_info", "version"),
-    Symbol("deepspeed.utils.zero_to_fp32", "get_fp32_state_dict_from_zero_checkpoint", ("checkpoint_dir", "tag")),
-    Symbol("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-    Symbol("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    Symbol("deepspeed.utils.zero_to_fp32", "get_fp32_state_dict_from_zero_checkpoint", "checkpoint_dir tag"),
+    Symbol(_SCALER, "DynamicLossScaler"),
+    Symbol(_SCALER, "LossScaler"),
     Symbol("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     *(
         Symbol("deepspeed.checkpoint.constants", name)
         for name in (
-            "DS_VERSION",
-            "FP32_FLAT_GROUPS",
-            "FROZEN_PARAM_FRAGMENTS",
-            "FROZEN_PARAM_SHAPES",
-            "OPTIMIZER_STATE_DICT",
-            "PARAM",
-            "PARAM_SHAPES",
-        )
+            "DS_VERSION FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES OPTIMIZER_STATE_DICT PARAM "
+            "PARAM_SHAPES"
+        ).split()
     ),
-    # optimizer.py
+    # optimizer.py, groups.py, states.py
     *_methods(
         "deepspeed.runtime.base_optimizer",
         "ZeROOptimizer",
@@ -134,11 +148,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         clear_backward_seen_flag="",
         set_gradient_accumulation_boundary="is_boundary",
     ),
-    Symbol(
-        "deepspeed.runtime.fp16.loss_scaler",
-        "CreateLossScaler",
-        ("dtype", "static_loss_scale", "dynamic_scaling", "dynamic_loss_args"),
-    ),
+    Symbol(_SCALER, "CreateLossScaler", "dtype static_loss_scale dynamic_scaling dynamic_loss_args"),
     *_methods(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3",
@@ -150,22 +160,13 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.loss_scale"),
     Symbol(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.param_groups"),
     Symbol(_OFFLOAD, "FWD_MODULE_STACK"),
-    Symbol(_PARTITION, "_init_external_params", ("module",)),
-    # optimizer.py
+    Symbol(_PARTITION, "_init_external_params", "module"),
     Symbol(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.__init__",
-        ("self", "module", "init_optimizer", "param_names", "timers", "ds_config"),
-        (
-            "dp_process_group",
-            "clip_grad",
-            "gradient_accumulation_dtype",
-            "gradient_accumulation_steps",
-            "sub_group_size",
-            "static_loss_scale",
-            "dynamic_loss_scale",
-            "dynamic_loss_args",
-        ),
+        "self module init_optimizer param_names timers ds_config",
+        "dp_process_group clip_grad gradient_accumulation_dtype gradient_accumulation_steps sub_group_size "
+        "static_loss_scale dynamic_loss_scale dynamic_loss_args",
     ),
     *_methods(
         _STAGE3,
@@ -202,15 +203,10 @@ SYMBOLS: tuple[Symbol, ...] = (
         reload_states="",
         destroy="",
     ),
-    # parameters.py
-    Symbol(
-        _PARTITION,
-        "Init.__init__",
-        ("self", "module", "data_parallel_group"),
-        ("remote_device", "pin_memory", "dtype"),
-    ),
+    # partitions.py, parameters.py
+    Symbol(_PARTITION, "Init.__init__", "self module data_parallel_group", "remote_device pin_memory dtype"),
     *_methods(_PARTITION, "Init", _convert_to_deepspeed_param="param"),
-    Symbol(_PARTITION, "is_zero_param", ("parameter",)),
+    Symbol(_PARTITION, "is_zero_param", "parameter"),
     Symbol(_PARTITION, "ZeroParamStatus.AVAILABLE"),
     Symbol(_PARTITION, "ZeroParamStatus.NOT_AVAILABLE"),
     Symbol(_PARTITION, "PartitionedParamStatus.AVAILABLE"),
@@ -245,32 +241,4 @@ def check_extension() -> None:
 
 def faults(symbols: Iterable[Symbol]) -> list[str]:
     """Return one phrase for each symbol that is missing or has other parameters than expected."""
-    return [fault for symbol in symbols if (fault := _fault(symbol)) is not None]
-
-
-def _fault(symbol: Symbol) -> str | None:
-    try:
-        value: Any = functools.reduce(getattr, symbol.path.split("."), importlib.import_module(symbol.module))
-    except (ImportError, AttributeError):
-        return f"{symbol} is missing"
-    if symbol.leading is None:
-        return None
-    actual = tuple(inspect.signature(_without_nvtx(value)).parameters)
-    if actual[: len(symbol.leading)] != symbol.leading:
-        return f"{symbol} takes ({', '.join(actual)}) instead of ({', '.join(symbol.leading)}, ...)"
-    lacking = [name for name in symbol.anywhere if name not in actual]
-    return f"{symbol} has no parameter {', '.join(lacking)}" if lacking else None
-
-
-def _without_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
-    # DeepSpeed's instrument_w_nvtx makes it (*args, **kwargs) without functools.wraps; the original is in the closure.
-    while getattr(function, "__name__", "") == "wrapped_fn":
-        inner = [
-            cell.cell_contents
-            for cell in getattr(function, "__closure__", None) or ()
-            if isinstance(cell.cell_contents, FunctionType)
-        ]
-        if len(inner) != 1:
-            break
-        function = inner[0]
-    return function
+    return [fault for symbol in symbols if (fault := symbol.fault()) is not None]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ds_slide.integration.early import replaced
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.rule import UpdateRule
 
@@ -81,22 +82,22 @@ def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None
 
 def names() -> str:
     """Return all optimizers, as the end of a sentence that begins with "updates with"."""
-    *others, last = (known.name for known in OPTIMIZERS)
-    return f"{', '.join(others)} and {last}" if others else last
+    return _listed([known.name for known in OPTIMIZERS], "and")
 
 
 def classes() -> str:
     """Return all classes, to choose from."""
-    *others, last = (
-        f"torch.optim.{name}" if package == "torch" else name for known in OPTIMIZERS for package, name in known.classes
-    )
-    return f"{', '.join(others)} or {last}"
+    kinds = [kind for known in OPTIMIZERS for kind in known.classes]
+    return _listed([f"torch.optim.{name}" if package == "torch" else name for package, name in kinds], "or")
 
 
 def json_names() -> str:
     """Return all values of `optimizer.type`, to choose from."""
-    *others, last = (f'"{name}"' for known in OPTIMIZERS for name in known.json_names)
-    return f"{', '.join(others)} or {last}"
+    return _listed([f'"{name}"' for known in OPTIMIZERS for name in known.json_names], "or")
+
+
+def _listed(items: list[str], word: str) -> str:
+    return f"{', '.join(items[:-1])} {word} {items[-1]}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -135,9 +136,9 @@ class _NoKernels:
 
 
 class _KernelsOnUse:
-    """The op of one DeepSpeedCPUAdam, compiled when it is first called."""
+    """The op of one DeepSpeedCPUAdam, compiled when it is first called. `builder`: stock's builder of the op."""
 
-    def __init__(self, builder: Callable[[], Any]) -> None:
+    def __init__(self, builder: Any) -> None:
         self._builder = builder
         self._created: tuple[Any, ...] = ()
         self._op: Any = None
@@ -156,7 +157,7 @@ class _KernelsOnUse:
         if name.startswith("_"):  # copy and pickle ask for such names
             raise AttributeError(name)
         if self._op is None:
-            op = self._builder().load()
+            op = self._builder.load()
             op.create_adam(*self._created)
             self._op = op
         return getattr(self._op, name)
@@ -165,27 +166,22 @@ class _KernelsOnUse:
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Let optimizers constructed inside have hyper-parameters and no kernels."""
-    with _built(lambda _builder: _NoKernels):
+    with ExitStack() as stack:
+        for module_name, name in _BUILDERS:
+            module = importlib.import_module(module_name)
+            if hasattr(module, name):  # otherwise the op is compiled, as in stock
+                stack.enter_context(replaced(module, name, _NoKernels))
         yield
 
 
 @contextmanager
 def kernels_on_use() -> Iterator[None]:
     """Let each DeepSpeedCPUAdam constructed inside compile its kernels when it first calls them."""
-    with _built(lambda builder: lambda: _KernelsOnUse(builder), _BUILDERS[:1]):
-        yield
+    from deepspeed.ops.adam import cpu_adam
 
-
-@contextmanager
-def _built(instead_of: Callable[[Any], Any], builders: Sequence[tuple[str, str]] = _BUILDERS) -> Iterator[None]:
-    replaced: list[tuple[Any, str, Any]] = []
-    for module_name, name in builders:
-        module = importlib.import_module(module_name)
-        if hasattr(module, name):  # otherwise the op is compiled, as in stock
-            replaced.append((module, name, getattr(module, name)))
-            setattr(module, name, instead_of(getattr(module, name)))
-    try:
+    stock = getattr(cpu_adam, "CPUAdamBuilder", None)
+    if stock is None:  # the op is compiled, as in stock
         yield
-    finally:
-        for module, name, original in replaced:
-            setattr(module, name, original)
+        return
+    with replaced(cpu_adam, "CPUAdamBuilder", lambda: _KernelsOnUse(stock())):
+        yield

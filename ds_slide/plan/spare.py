@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from ds_slide.plan.needs import Needs
 
@@ -204,6 +205,28 @@ def moved_within(missing: float, available: float, inputs: Sequence[Input]) -> f
         missing -= each.nbytes
         available -= each.nbytes
     return frozenset(chosen)
+
+
+class Places(Protocol):
+    """Where inputs of blocks may wait."""
+
+    def on_host(self, wanted: int) -> float:
+        """Return the bytes that host memory has room for. `wanted`: the most that count."""
+
+    def on_ssd(self, wanted: int, one: int) -> float:
+        """Return the bytes that SSD has room for, in inputs of at most `one` byte each. 0 where host memory has no room
+        for the buffers in front of it. `wanted`: the most that count."""
+
+
+def inputs_to_move(missing: float, inputs: Sequence[Input], places: Places) -> frozenset[int]:
+    """Return the blocks whose inputs leave the GPU for `places` so that `missing` bytes come free there. SSD is used
+    where host memory has no room for all inputs that may move."""
+    movable = movable_inputs(inputs)
+    wanted = sum(each.nbytes for each in movable)
+    available = places.on_host(wanted)
+    if available < wanted:
+        available += places.on_ssd(wanted - int(available), max(each.nbytes for each in movable))
+    return moved_within(missing, available, inputs)
 
 
 def goes_on(moved: Sequence[Input], available: float) -> frozenset[int]:

@@ -21,7 +21,7 @@ from ds_slide.checkpoint.leftovers import recover, remove_dead_saves, replaced_n
 from ds_slide.checkpoint.publish import Staging, new_name
 from ds_slide.checkpoint.sums import sum_of_file
 from ds_slide.errors import SlideError
-from ds_slide.integration import checkpoint_tag
+from ds_slide.integration import checkpoint_load
 from ds_slide.store.directories import locked_directory, owned_directory
 from ds_slide.store.directories.locked_directory import LOCK
 from ds_slide.store.directories.owned_directory import opened
@@ -82,8 +82,7 @@ def engine() -> Any:
 def test_every_rank_looks_for_the_tag_after_it_was_put_back(engine, saves, monkeypatch):
     """The others may be faster than the publisher in every step that they take together."""
     (saves / replaced_name("tag")).mkdir()
-    monkeypatch.setattr(checkpoint_tag, "saved_ranks", lambda _path: 1)
-    monkeypatch.setattr(checkpoint_tag, "ranks", lambda: 1)
+    monkeypatch.setattr(checkpoint_load, "saved_ranks", lambda _path: 1)
     publishing = True
 
     def together(step: Callable[[], Any]) -> list[Any]:
@@ -93,20 +92,20 @@ def test_every_rank_looks_for_the_tag_after_it_was_put_back(engine, saves, monke
         publishing = True
         return [step(), other]
 
-    monkeypatch.setattr(checkpoint_tag, "is_publisher", lambda _engine: publishing)
-    monkeypatch.setattr(checkpoint_tag, "together", together)
-    assert checkpoint_tag.whole_tag(engine, saves, "tag", every_rank=lambda _path: False) == "tag"
+    monkeypatch.setattr(checkpoint_load, "is_publisher", lambda _engine: publishing)
+    monkeypatch.setattr(checkpoint_load, "together", together)
+    assert checkpoint_load.whole_tag(engine, saves, "tag", checkpoint_load.Wanted(True, False, ranks=1)) == "tag"
 
 
 def test_what_cannot_be_put_back_is_a_sentence(engine, saves, monkeypatch):
     def fails(directory: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory / "there"))
 
-    monkeypatch.setattr(checkpoint_tag, "is_publisher", lambda _engine: True)
-    monkeypatch.setattr(checkpoint_tag, "together", lambda step: [step()])
-    monkeypatch.setattr(checkpoint_tag, "recover", fails)
+    monkeypatch.setattr(checkpoint_load, "is_publisher", lambda _engine: True)
+    monkeypatch.setattr(checkpoint_load, "together", lambda step: [step()])
+    monkeypatch.setattr(checkpoint_load, "recover", fails)
     with pytest.raises(SlideError, match=rf"{saves}/there cannot be read \(Input/output error\) \(no other tag"):
-        checkpoint_tag.whole_tag(engine, saves, "tag", every_rank=lambda _path: False)
+        checkpoint_load.whole_tag(engine, saves, "tag", checkpoint_load.Wanted(True, False, ranks=1))
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])

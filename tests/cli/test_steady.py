@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from contexts import context_of
 
 from ds_slide.cli.planning import steady
 from ds_slide.compression.codec import Identity
@@ -21,11 +22,11 @@ from ds_slide.plan.mixtures import Mixture
 from ds_slide.plan.needs import Needs, Placement, UnitSize
 from ds_slide.plan.spare import Movable, Slots
 from ds_slide.plan.step_model import Schedules, Step
-from ds_slide.report.statistics import StepRecorder, StepStatistics
+from ds_slide.report.statistics import StepStatistics
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.core.device import Device
-from ds_slide.runtime.core.ranks.collectives import Ranks
-from ds_slide.runtime.memory.spare_memory import LOOKS, Budget, SpareMemory
+from ds_slide.runtime.memory.gpu_room import Budget
+from ds_slide.runtime.memory.spare_memory import LOOKS, SpareMemory
 
 NOTHING = Kept()
 NUMEL, BLOCKS, WINDOW = 1 << 22, 12, 8
@@ -112,21 +113,25 @@ class Engine:
 def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
     """Steps of the engine, until it has decided."""
     device = Device(torch.device("cpu"))
-    recorder = StepRecorder(device, None)  # type: ignore[arg-type]
-    budget = Budget(engine, limit, lambda: engine.plan.gpu_bytes)
+
+    class OfPlan(Budget):
+        @property
+        def placed(self) -> int:
+            return engine.plan.gpu_bytes
 
     class Updating:
         def schedules(self) -> Schedules:
             schedule = Steps().step(engine.plan).schedule
             return Schedules(schedule, schedule)
 
-    spare = SpareMemory(Activations([], device), budget, Ranks(), recorder, Updating())
-    spare.states, engine.accumulates = engine, forwards > 1
+    context = context_of(device)
+    spare = SpareMemory(context, Activations(context, []), OfPlan(engine, limit), Updating())
+    spare.room.states, engine.accumulates = engine, forwards > 1
     for number in range(LOOKS[-1]):
         step = Steps().step(engine.plan)
         lanes: Any = {lane: {"busy_s": seconds} for lane, seconds in step.lanes.items()}
         lanes["update"]["holding_s"] = step.holding_s
-        recorder.latest = StepStatistics(number, step.step_s, 1.0, "compute", lanes, {})
+        context.recorder.latest = StepStatistics(number, step.step_s, 1.0, "compute", lanes, {})
         for _ in range(forwards):
             spare.begin_forward((), {"input_ids": torch.zeros(1, 16, dtype=torch.long)})
             spare.end_forward()

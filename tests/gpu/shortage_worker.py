@@ -23,7 +23,7 @@ import worker
 from torch import nn
 
 from ds_slide.runtime.core.calls import in_backward
-from ds_slide.runtime.memory import spare_memory
+from ds_slide.runtime.memory import shortage
 
 LIMIT = 3 << 30
 BATCH, SEQUENCE, BLOCKS = 8, 256, 6
@@ -165,7 +165,7 @@ def main(target: Path) -> None:
     limit = LIMIT - needed - SLACK
     results: dict[str, Any] = {}
     # A small model leaves much of any GPU free: without this the engine would see no need to watch.
-    with patch.object(spare_memory, "ROOMY", 10):
+    with patch.object(shortage, "ROOMY", 10):
         for states in (0, "auto"):
             for place, step, name in [("", 0, ""), *CASES]:
                 begin = time.perf_counter()

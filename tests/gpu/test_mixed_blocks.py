@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_gpu import trained
 
-from ds_slide.runtime.activations.mixing import _sum
+from ds_slide.runtime.activations.measuring import _sum
 
 LIMIT = 20 << 30
 BLOCKS, WIDTH, SEQUENCES = 6, 4096, 12

@@ -258,7 +258,7 @@ def move_states(engine: Any, step: int) -> None:
 
 def room_for(activations: Any, part: float, shape: Any, **_: bool) -> float:
     """Bytes; whatever there is, it is not enough where `part` is less than 0."""
-    return -1e12 if part < 0 else part * sum(each.nbytes for each in activations.keepable(shape))
+    return -1e12 if part < 0 else part * sum(each.nbytes for each in activations.costs.keepable(shape))
 
 
 def gpu_bytes_in_use(*, restart: bool = False) -> int:
@@ -289,9 +289,9 @@ def run(scenario: Scenario) -> dict[str, Any]:
     peak = gpu_bytes_in_use() - before
     if scenario.kept is not None:
         spare = engine.optimizer.runtime.parts.spare
-        spare._room = functools.partial(room_for, spare.activations, scenario.kept)
+        spare.room.of = functools.partial(room_for, spare.activations, scenario.kept)
         if scenario.kept < 0:
-            spare._inputs_missing = lambda _shape: 1e12
+            spare.room.inputs_missing = lambda _shape: 1e12
     data = batches()
     recorder = Recorder(scenario, engine)
     try:

@@ -15,7 +15,7 @@ from ds_slide.patching.apply import apply_kernels
 from ds_slide.plan.keeping import Kept
 from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.trace import StepTrace, TracedUnit, kept_by_block, trace_step, with_kept
-from ds_slide.runtime.activations.mixing import MixedCall
+from ds_slide.runtime.activations.kept_calls import MixedCall
 
 pytest.importorskip("transformers")
 

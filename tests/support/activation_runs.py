@@ -16,7 +16,7 @@ from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.spare import Input
 from ds_slide.runtime.activations import activations as activations_module
 from ds_slide.runtime.activations.input_buffers import NAME
-from ds_slide.runtime.memory.spare_memory import Budget, SpareMemory
+from ds_slide.runtime.memory.gpu_room import Budget, GpuRoom
 
 transformers = pytest.importorskip("transformers")
 
@@ -113,13 +113,13 @@ def handle_of(monkeypatch: pytest.MonkeyPatch) -> Handle:
             orders = sorted(each.order for each in candidates)
             return Kept(frozenset(orders[len(orders) - keep :] if keep else ()))
 
-        def moved(_missing: float, _available: float, inputs: list[Input]) -> frozenset[int]:
+        def moved(_missing: float, inputs: list[Input], _places: Any) -> frozenset[int]:
             return frozenset(each.order for each in inputs[:move])
 
         monkeypatch.setattr(activations_module, "kept_within", kept)
-        monkeypatch.setattr(activations_module, "moved_within", moved)
-        monkeypatch.setattr(SpareMemory, "_room", lambda *_, **__: -1.0)
-        monkeypatch.setattr(SpareMemory, "_inputs_missing", lambda *_: 1.0)
+        monkeypatch.setattr(activations_module, "inputs_to_move", moved)
+        monkeypatch.setattr(GpuRoom, "of", lambda *_, **__: -1.0)
+        monkeypatch.setattr(GpuRoom, "inputs_missing", lambda *_: 1.0)
 
     return choose
 
@@ -134,8 +134,8 @@ class SmallGpu:
     def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Be the engine's GPU."""
         spare = self.parts.spare
-        monkeypatch.setattr(spare, "_budget", Budget(self, None, lambda: 0))
-        monkeypatch.setattr(spare._need._peaks, "_gpu", self)
+        monkeypatch.setattr(spare.room, "budget", Budget(self, None))
+        monkeypatch.setattr(spare.need.peaks, "_gpu", self)
 
     def allocated(self) -> int:
         return int(self.parts.plan.gpu_bytes + self.parts.spare.activations.alive())

@@ -9,14 +9,14 @@ from unittest.mock import patch
 
 from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.mixtures import Mixture, Run
-from ds_slide.runtime.activations import activations
+from ds_slide.runtime.activations import activations, measuring
 
 
 @contextmanager
 def all_mixed() -> Iterator[None]:
     """Meanwhile all blocks keep what their products and attention have made, whatever that brings and whatever there is
     room for."""
-    with patch.object(activations, "mixtures", all_of), patch.object(activations, "kept_within", _kept):
+    with patch.object(measuring, "mixtures", all_of), patch.object(activations, "kept_within", _kept):
         yield
 
 

@@ -22,7 +22,7 @@ class Refusing(TorchDispatchMode):
         self._watches = 0
         """How often the engine's mode lies above this one."""
         if spare is not None:
-            self._count_watches(spare._retrying)
+            self._count_watches(spare.shortage.retrying)
 
     def _count_watches(self, retrying: Any) -> None:
         enter, leave = retrying.__enter__, retrying.__exit__
@@ -52,5 +52,5 @@ class Refusing(TorchDispatchMode):
 
 
 def keeps_something(spare: Any) -> bool:
-    calls = [ref() for ref in spare.activations._calls_kept._calls]
+    calls = [ref() for ref in spare.activations.kept_calls._calls]
     return any(call is not None and call.nbytes and not call.is_in_use for call in calls)

@@ -17,8 +17,8 @@ from ds_slide.plan.spare import (
     Input,
     buffers_for,
     goes_on,
+    inputs_to_move,
     movable_inputs,
-    moved_within,
     moves_unmeasured,
 )
 from ds_slide.plan.trace import StepTrace
@@ -65,15 +65,13 @@ class Inputs:
 
     def within(self, missing: float, activations: Activations) -> Activations:
         """Return `activations` with the inputs that move so that `missing` bytes of the GPU come free."""
-        movable, host = movable_inputs(self.blocks), self._host_bytes(0)
-        on_ssd, buffers = 0.0, 0
-        if self.has_ssd and sum(each.nbytes for each in movable) > host:
-            buffers = buffers_for(LEAST_AHEAD) * max(each.nbytes for each in movable)
-            on_ssd = self._ssd_bytes() if buffers <= self._free_host_bytes(0) else 0.0
-        orders = moved_within(missing, host + on_ssd, self.blocks)
+        orders = inputs_to_move(missing, self.blocks, self)
         moved = [each for each in self.blocks if each.order in orders]
         nbytes = sum(each.nbytes for each in moved)
-        gone = goes_on(moved, self._host_bytes(buffers)) if nbytes > host else frozenset()
+        gone, buffers = frozenset[int](), 0
+        if nbytes > self.on_host(nbytes):
+            buffers = self._buffer_bytes(max(each.nbytes for each in movable_inputs(self.blocks)))
+            gone = goes_on(moved, self._host_bytes(buffers))
         return replace(
             activations,
             moved=orders,
@@ -82,6 +80,19 @@ class Inputs:
             on_ssd_bytes=sum(each.nbytes for each in moved if each.order in gone),
             buffer_bytes=buffers if gone else 0,
         )
+
+    def on_host(self, _wanted: int) -> float:
+        """Return the bytes of host memory for inputs (`Places`)."""
+        return self._host_bytes(0)
+
+    def on_ssd(self, _wanted: int, one: int) -> float:
+        """Return the bytes of SSD for inputs of at most `one` byte each (`Places`)."""
+        has_room = self.has_ssd and self._buffer_bytes(one) <= self._free_host_bytes(0)
+        return self._ssd_bytes() if has_room else 0.0
+
+    def _buffer_bytes(self, one: int) -> int:
+        """Return the bytes of host buffers for inputs of `one` byte on their way to SSD and back."""
+        return buffers_for(LEAST_AHEAD) * one
 
     def _host_bytes(self, buffers: int) -> float:
         """Return the host bytes for inputs, beside `buffers` bytes for inputs on SSD, which no limit of the JSON

@@ -12,7 +12,7 @@ three times 5 us, and copies nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
+from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
+from ds_slide.runtime.activations.measuring import CountedCall
 from ds_slide.runtime.activations.state_places import Attributes, Found, found, globals_of_random
 
 FIRST_CALLS = 2
@@ -169,47 +171,65 @@ class BlockState:
 
 
 class WatchedCall:
-    """One call of a block, its forward and its recomputations. It replaces `function`, which computes the block."""
+    """One call of a block, its forward and its recomputations, in place of the layer's function."""
 
     def __init__(
-        self, state: BlockState, function: Callable[..., Any], changed: Callable[[], None], *, as_written: bool
+        self, state: BlockState, call: BlockCall, counted: CountedCall | None = None, *, guards_weights: bool = False
     ) -> None:
-        """`changed`: called when the forward has changed the block's state. `as_written`: the script asks for
-        recomputations, which then change the state as they do in plain torch."""
+        """`counted`: counts what the call saves. `guards_weights`: a recomputation computes with the weights of the
+        forward, or raises: the script has not asked for it. Without it, backward would use the forward's saved tensors:
+        a graph that is older than a step raises in plain torch, or computes with the activations of that time."""
         self._state = state
-        self._function = function
-        self._changed = changed
-        self._as_written = as_written
+        self._function = counted or call.function
+        self._as_written = call.written is not UNASKED
+        """The script asks for recomputations, which then change the state as they do in plain torch."""
+        self._weights = call.parameters if guards_weights else []
+        self._versions: list[int] | None = None
+        """The weights' versions when the forward has ended."""
         self._before: Before | None = None
-        self._has_changed = False
         self._has_run = False
+        self.has_changed = False
+        """Whether the forward has changed the block's state."""
 
     def __call__(self, *inputs: Any) -> Any:
         if not self._has_run:
             return self._forward(*inputs)
         before = self._before
-        if before is None or not (self._has_changed or before.copies or not before.is_there()):
-            return self._function(*inputs)
+        if before is None or not (self.has_changed or before.copies or not before.is_there()):
+            return self._compute(*inputs)
         if not before.is_complete:
             raise SlideError(_too_late(self._state.name, before.difference(into_tensors=False)))
         with before.put_back():
-            return self._function(*inputs)
+            return self._compute(*inputs)
 
     def _forward(self, *inputs: Any) -> Any:
         self._has_run = True
         before = self._state.before()
-        result = self._function(*inputs)
-        self._has_changed = self._state.after(before)
+        result = self._compute(*inputs)
+        self.has_changed = self._state.after(before)
         if not self._as_written:
             self._before = before
-        if self._has_changed:
-            self._changed()
         return result
+
+    def _compute(self, *inputs: Any) -> Any:
+        if self._versions is not None and self._versions != self._versions_now():
+            raise RuntimeError(
+                f"the weights of {self._state.name} have been modified since the forward of this graph, and its "
+                "activations would be recomputed with the new ones; call backward() before engine.step(), or set "
+                'ds_slide.activations to "as_written"'
+            )
+        try:
+            return self._function(*inputs)
+        finally:  # not before: a forward may write to its weights before it uses them
+            self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self._weights]
 
     @property
     def can_run_again(self) -> bool:
         """Whether a recomputation would compute with the state before the forward."""
-        return not self._has_changed or self._before is None or self._before.is_complete
+        return not self.has_changed or self._before is None or self._before.is_complete
 
     def check(self) -> None:
         """Raise where the call is to be recomputed, and cannot be."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from ds_slide.plan.trace import FUNCTION
-from ds_slide.runtime.core.trees import add_tensors
+from ds_slide.runtime.core.calls import add_tensors
 from ds_slide.runtime.core.unit import Unit
 
 FLAG = "gradient_checkpointing"
@@ -31,9 +31,6 @@ FLAG = "gradient_checkpointing"
 UNDERSTOOD = frozenset(("use_reentrant", "determinism_check", "early_stop", "preserve_rng_state"))
 
 Checkpoint = Callable[..., Any]
-Run = Callable[..., Any]
-"""(unit, the script's checkpoint, function, *inputs) -> what the block returns."""
-
 UNASKED: Checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
 """The checkpoint of blocks whose script has none. The re-entrant checkpoint would give no gradients to a block whose
 inputs have none, as after frozen embeddings."""
@@ -46,9 +43,89 @@ _OFFLOADING = (
 inputs to host memory and back on the compute stream. The engine moves inputs only where memory is short, on another
 stream."""
 _CAPTURING = "transformers.utils.output_capturing"
-"""The module of the hooks that a model gets once a forward was asked for hidden states, attentions or router logits."""
+"""The module of the hooks that a model gets once a forward was asked for hidden states, attentions or router logits.
+They add their module's result to the whole model's output."""
 _SUPPORTS = "supports_gradient_checkpointing"
 _ABSENT = object()
+
+
+@dataclass
+class BlockCall:
+    """A call of a block that its layer checkpoints: `written(function, *inputs)`. `written`: the script's checkpoint;
+    `UNASKED` where it has none. `modules`: the block's own and all in it. The object lives as long as the block's
+    forward, because it holds the inputs."""
+
+    unit: Unit
+    modules: Sequence[nn.Module]
+    written: Checkpoint
+    function: Callable[..., Any]
+    inputs: tuple[Any, ...]
+
+    @property
+    def goes_through(self) -> bool:
+        """Whether a backward goes through the block exactly as it would without checkpointing.
+
+        Re-entrant checkpointing gives no gradients to a block whose inputs have none. Nor does it give any to results
+        that a hook of transformers takes out of the block (router logits, for a loss of their own). It goes by itself
+        through the graph of tensors that it was not given as inputs.
+        """
+        if not self._is_reentrant:
+            return True
+        beside = getattr(self.function, "keywords", {})
+        return _has_gradient(self.inputs) and not _has_gradient(beside) and _CAPTURING not in _hook_owners(self.modules)
+
+    @functools.cached_property
+    def mixing_form(self) -> Checkpoint | None:
+        """The checkpoint, not re-entrant, that takes a `context_fn` and replaces the script's. None where a backward
+        would go through the two differently, or where a hook of the script runs inside: it may call operators in one of
+        the two runs only.
+
+        The re-entrant form does not compare a recomputation with its forward, and neither does its replacement, unless
+        the script asks for it."""
+        if not self.goes_through or any(map(_is_foreign, _hook_owners(self.modules))):
+            return None
+        if not self._is_reentrant:
+            return self.written
+        asked = {name: self._options[name] for name in ("determinism_check", "early_stop") if name in self._options}
+        return functools.partial(UNASKED, **{"determinism_check": "none", **asked})
+
+    @property
+    def recomputing_form(self) -> Checkpoint:
+        """The checkpoint that recomputes the block: the script's, or torch's other form instead of the re-entrant.
+
+        The other form ends a recomputation at the last tensor that is needed. The re-entrant form also does the last
+        product of a block again: 38 of 520 ms of the backward of 3 B
+        (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md). The other form is used where `mixing_form` is
+        one, for the same reasons."""
+        return self.written if not self._is_reentrant else self.mixing_form or self.written
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a recomputation ends earlier than in the script's form."""
+        return self.recomputing_form is not self.written
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the block and of its parts."""
+        return [parameter for each in (self.unit, *self.unit.parts) for parameter in each.parameters]
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self.written.keywords if isinstance(self.written, functools.partial) else {}
+
+    @property
+    def _is_reentrant(self) -> bool:
+        return self._options.get("use_reentrant") is not False
+
+
+class RunsBlocks(Protocol):
+    """`ds_slide.runtime.activations.activations.Activations`."""
+
+    def run(self, call: BlockCall) -> Any:
+        """Return what the block returns."""
+
+    def leave_unasked(self) -> None:
+        """Run the script's model as it is written in this forward."""
 
 
 @dataclass(frozen=True)
@@ -57,25 +134,24 @@ class _Taken:
 
     checkpoint: Checkpoint
     before: dict[str, Any]
-    unasked: bool
 
 
 class TakenOver:
     """The blocks whose checkpointing is ours while a forward runs; called by the thread that computes."""
 
-    def __init__(self, blocks: Sequence[Unit], unasked: Collection[int], run: Run) -> None:
+    def __init__(self, blocks: Sequence[Unit], unasked: Collection[int], runner: RunsBlocks) -> None:
         """`unasked`: the blocks, by `Unit.order`, that are taken over also where no checkpointing is set."""
-        self._blocks = [(unit, unit.spec.module) for unit in blocks if unit.spec.module is not None]
-        # One object for each block, for ever: torch.compile compiles anew for a new one.
-        self._ours = {unit.order: functools.partial(self._call, unit) for unit, _ in self._blocks}
-        self._inside = {
-            unit.order: list(module.modules())[1:] for unit, module in self._blocks if unit.order in unasked
+        self._runner = runner
+        self._unasked = unasked
+        self._modules = {
+            unit.order: list(unit.spec.module.modules()) for unit in blocks if unit.spec.module is not None
         }
-        """The modules inside each block that may be taken over unasked."""
+        """The module of each block, and those in it."""
+        # One object for each block, for ever: torch.compile compiles anew for a new one.
+        self._ours = {unit.order: functools.partial(self._call, unit) for unit in blocks if unit.order in self._modules}
         self._taken: dict[int, _Taken] = {}
         self._left: set[int] = set()
         """Blocks that stay as they are written."""
-        self._run = run
 
     @property
     def orders(self) -> frozenset[int]:
@@ -83,56 +159,49 @@ class TakenOver:
         return frozenset(self._taken)
 
     @property
-    def unasked(self) -> int:
-        """The number of blocks taken over that the script has not asked for."""
-        return sum(taken.unasked for taken in self._taken.values())
+    def unasked(self) -> list[int]:
+        """Blocks that are taken over at present though the script has not asked for it."""
+        return [order for order, taken in self._taken.items() if taken.checkpoint is UNASKED]
 
     def begin(self) -> None:
         """Take over all blocks that may be. Blocks that an interrupt has left taken are given back first."""
         self.end()
-        for unit, module in self._blocks:
-            if unit.order in self._left:
+        for order, (module, *inside) in self._modules.items():
+            if order in self._left:
                 continue
-            if (written := _as_written(module)) is not None:
-                self._take(unit, module, written, {FUNCTION: self._ours[unit.order]}, unasked=False)
-            elif unit.order in self._inside and _is_plain(module, self._inside[unit.order]):
-                self._take(unit, module, UNASKED, {FUNCTION: self._ours[unit.order], FLAG: True}, unasked=True)
-
-    def _take(self, unit: Unit, module: nn.Module, written: Checkpoint, ours: dict[str, Any], *, unasked: bool) -> None:
-        own = vars(module)
-        self._taken[unit.order] = _Taken(written, {name: own.get(name, _ABSENT) for name in ours}, unasked)
-        own.update(ours)
+            ours: dict[str, Any] = {FUNCTION: self._ours[order]}
+            if (written := _as_written(module)) is None:
+                if order not in self._unasked or not _is_plain(module, inside):
+                    continue
+                written, ours[FLAG] = UNASKED, True
+            own = vars(module)
+            self._taken[order] = _Taken(written, {name: own.get(name, _ABSENT) for name in ours})
+            own.update(ours)
 
     def leave(self, order: int) -> None:
         """Leave this block as it is written from the next forward on."""
         self._left.add(order)
 
-    def is_unasked(self, order: int) -> bool:
-        """Whether the block is taken over at present though the script has not asked for it."""
-        return self._taken[order].unasked
-
     def leave_unasked(self) -> None:
         """Give back the blocks whose script has no checkpointing: this forward is not the same with it."""
-        self._give_back(lambda taken: taken.unasked)
+        self._give_back(self.unasked)
 
     def end(self) -> None:
         """Give all of it back. Harmless when called twice."""
-        self._give_back(lambda _: True)
+        self._give_back(self.orders)
 
-    def _give_back(self, which: Callable[[_Taken], bool]) -> None:
-        for unit, module in self._blocks if self._taken else ():
-            taken = self._taken.get(unit.order)
-            if taken is None or not which(taken):
-                continue
-            del self._taken[unit.order]
-            own = vars(module)
-            if own.get(FUNCTION) is self._ours[unit.order]:
+    def _give_back(self, orders: Iterable[int]) -> None:
+        for order in orders:
+            taken, own = self._taken.pop(order), vars(self._modules[order][0])
+            if own.get(FUNCTION) is self._ours[order]:
                 own.update(taken.before)
                 for name in [name for name, value in taken.before.items() if value is _ABSENT]:
                     del own[name]
 
     def _call(self, unit: Unit, function: Callable[..., Any], *inputs: Any) -> Any:
-        return self._run(unit, self._taken[unit.order].checkpoint, function, *inputs)
+        """Stand for the layer's checkpoint."""
+        written = self._taken[unit.order].checkpoint
+        return self._runner.run(BlockCall(unit, self._modules[unit.order], written, function, inputs))
 
 
 def _as_written(module: nn.Module) -> Checkpoint | None:
@@ -141,10 +210,11 @@ def _as_written(module: nn.Module) -> Checkpoint | None:
     written = vars(module).get(FUNCTION)
     if written is None or not vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
         return None
-    options = _options(written)
-    plain = written.func if isinstance(written, functools.partial) else written
-    if isinstance(written, functools.partial) and written.args:
-        return None
+    plain, options = written, {}
+    if isinstance(written, functools.partial):
+        plain, options = written.func, written.keywords
+        if written.args:
+            return None
     if not options.keys() <= UNDERSTOOD or not options.get("preserve_rng_state", True):
         return None
     if (getattr(plain, "__module__", ""), getattr(plain, "__qualname__", "")) == _OFFLOADING:
@@ -157,29 +227,19 @@ def _is_plain(module: nn.Module, inside: Sequence[nn.Module]) -> bool:
     hooks a second time."""
     if vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
         return False
-    return not _has_hooks(inside, _is_foreign)
+    return not any(map(_is_foreign, _hook_owners(inside)))
 
 
-def _has_hooks(modules: Iterable[nn.Module], such: Callable[[Any], bool]) -> bool:
-    return any(
-        such(hook)
-        for each in modules
-        for held in (each._forward_pre_hooks, each._forward_hooks)
-        for hook in held.values()
-    )
+def _hook_owners(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """Yield the module of Python of each hook."""
+    for each in modules:
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for hook in hooks.values():
+                yield getattr(hook, "__module__", None) or ""
 
 
-def _is_foreign(hook: Any) -> bool:
-    return not _owner(hook).startswith(("ds_slide.", "transformers."))
-
-
-def _captures(hook: Any) -> bool:
-    """Whether the hook adds its module's result to the whole model's output."""
-    return _owner(hook) == _CAPTURING
-
-
-def _owner(hook: Any) -> str:
-    return getattr(hook, "__module__", None) or ""
+def _is_foreign(owner: str) -> bool:
+    return not owner.startswith(("ds_slide.", "transformers."))
 
 
 def may_be_unasked(root: nn.Module, blocks: Sequence[Unit]) -> frozenset[int]:
@@ -200,20 +260,21 @@ def may_be_unasked(root: nn.Module, blocks: Sequence[Unit]) -> frozenset[int]:
 
 
 class CacheHooks:
-    """A hook of a model of transformers: it tells `found` of a forward that fills or reads a key-value cache."""
+    """A hook of a model of transformers, which finds forwards that fill or read a key-value cache: there the blocks run
+    as they are written."""
 
     NAMES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
     """Names of the argument that holds the cache; "cache" since transformers 5.24."""
 
-    def __init__(self, model: nn.Module, found: Callable[[], None]) -> None:
-        self._found = found
+    def __init__(self, model: nn.Module, runner: RunsBlocks) -> None:
+        self._runner = runner
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
         self._handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
 
     @classmethod
-    def on(cls, root: nn.Module, found: Callable[[], None]) -> list[CacheHooks]:
+    def on(cls, root: nn.Module, runner: RunsBlocks) -> list[CacheHooks]:
         """Return a hook for each model: a wrapper may ask its model for a cache, unknown to the wrapper's caller."""
-        return [cls(module, found) for module in root.modules() if hasattr(type(module), _SUPPORTS)]
+        return [cls(module, runner) for module in root.modules() if hasattr(type(module), _SUPPORTS)]
 
     def remove(self) -> None:
         self._handle.remove()
@@ -221,66 +282,7 @@ class CacheHooks:
     def _before(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         if given.get("use_cache") or any(given.get(name) is not None for name in self.NAMES):
-            self._found()
-
-
-def goes_through(
-    written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any], modules: Sequence[nn.Module]
-) -> bool:
-    """Whether a backward goes through the block exactly as it would without checkpointing. `modules`: the block's own
-    and all in it.
-
-    Re-entrant checkpointing gives no gradients to a block whose inputs have none. Nor does it give any to results that
-    a hook of transformers takes out of the block (router logits, for a loss of their own). It goes by itself through
-    the graph of tensors that it was not given as inputs.
-    """
-    if not _is_reentrant(written):
-        return True
-    beside = getattr(function, "keywords", {})
-    return _has_gradient(inputs) and not _has_gradient(beside) and not _has_hooks(modules, _captures)
-
-
-def mixing_form(
-    written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any], modules: Sequence[nn.Module]
-) -> Checkpoint | None:
-    """Return the checkpoint, not re-entrant, that takes a `context_fn` and replaces the script's. None where a backward
-    would go through the two differently, or where a hook of the script runs inside: it may call operators in one of the
-    two runs only."""
-    if not goes_through(written, function, inputs, modules) or _has_hooks(modules, _is_foreign):
-        return None
-    return _not_reentrant(written)
-
-
-def recomputing_form(
-    written: Checkpoint, function: Callable[..., Any], inputs: Sequence[Any], modules: Sequence[nn.Module]
-) -> Checkpoint:
-    """Return the checkpoint that recomputes a block: the script's, or torch's other form instead of the re-entrant.
-
-    The other form ends a recomputation at the last tensor that is needed. The re-entrant form also does the last
-    product of a block again: 38 of 520 ms of the backward of 3 B
-    (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md). The other form is used where `mixing_form` returns
-    one, for the same reasons."""
-    if not _is_reentrant(written):
-        return written
-    return mixing_form(written, function, inputs, modules) or written
-
-
-def _not_reentrant(written: Checkpoint) -> Checkpoint:
-    """Return the other form of a re-entrant checkpoint. The re-entrant form does not compare a recomputation with its
-    forward, and neither does its replacement, unless the script asks for it."""
-    if not _is_reentrant(written):
-        return written
-    options = _options(written)
-    asked = {name: options[name] for name in ("determinism_check", "early_stop") if name in options}
-    return functools.partial(UNASKED, **{"determinism_check": "none", **asked})
-
-
-def _is_reentrant(written: Checkpoint) -> bool:
-    return _options(written).get("use_reentrant") is not False
-
-
-def _options(written: Checkpoint) -> dict[str, Any]:
-    return written.keywords if isinstance(written, functools.partial) else {}
+            self._runner.leave_unasked()
 
 
 def _has_gradient(tree: Any) -> bool:

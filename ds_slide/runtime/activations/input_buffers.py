@@ -7,17 +7,21 @@ page-locked twice (0.35 s a GiB): a shorter batch takes fewer pieces, in the sam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 
 from ds_slide.errors import SlideError
+from ds_slide.plan.memory import SPARE_HOST_SHARE
+from ds_slide.plan.probe.host_room import host_room
+from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.log import log, size
-from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core import running
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.pool import BufferPool, Lease
-from ds_slide.store.host_memory import HostMemory
+from ds_slide.runtime.ssd.space import SpaceOnSsd
+from ds_slide.store.ssd.extents import PAGE
 
 PIECES = 4
 """Pieces of the first input. Another input leaves half a piece unused in the mean, an eighth of the first input."""
-PAGE = 4096
 NAME = "host buffers for inputs of blocks"
 BETWEEN = "host buffers for inputs of blocks on their way to and from SSD"
 
@@ -25,22 +29,14 @@ BETWEEN = "host buffers for inputs of blocks on their way to and from SSD"
 class InputBuffers:
     """Host buffers in pieces of one size. Called by the thread that computes; leases may end on any thread."""
 
-    def __init__(
-        self,
-        memory: HostMemory,
-        room: Callable[[], int],
-        pools: MutableMapping[str, BufferPool],
-        failures: Failures,
-        name: str = NAME,
-    ) -> None:
-        """`room`: bytes of host memory that may be taken at this moment. `pools`: gets the new pools by their names,
-        which begin with `name`."""
-        self._memory = memory
-        self._room = room
-        self._all = pools
-        self._failures = failures
+    def __init__(self, context: Context, limit: int | None, name: str = NAME) -> None:
+        """`limit`: the value of `ds_slide.host_memory`. `name`: the first of the names of the pools."""
+        self._context = context
+        self._limit = limit
         self._name = name
         self._own: list[BufferPool] = []
+        self._is_full = False
+        """Whether host memory has refused more."""
         self._registered = 0
         self.piece = 0
         """Bytes of one piece; 0 until the first input."""
@@ -74,11 +70,11 @@ class InputBuffers:
         """Return the bytes of pieces that `count` inputs of `one` byte each need beyond all present pieces."""
         return count * self.rounded(one) - self.nbytes
 
-    def register(self, register: Callable[[int, int], object]) -> None:
-        """Call `register`, once, with the address and the bytes of each piece."""
+    def register(self, space: SpaceOnSsd) -> None:
+        """Register each piece, once, for reads and writes of `space`."""
         for pool in self._own[self._registered :]:
             for address in pool.addresses:
-                register(address, pool.buffer_bytes)
+                space.register(address, pool.buffer_bytes)
         self._registered = len(self._own)
 
     def lease(self, nbytes: int) -> list[Lease] | None:
@@ -116,15 +112,22 @@ class InputBuffers:
     def _free_bytes(self) -> int:
         return sum(int(pool.statistics()["free"]) for pool in self._own) * self.piece
 
+    def _room(self) -> int:
+        """Return the bytes of host memory that may be taken at this moment."""
+        if self._is_full:
+            return 0
+        free = host_room(local_ranks(), running.untouched_host_bytes()).nbytes * SPARE_HOST_SHARE
+        return max(0, int(free if self._limit is None else min(free, self._limit - running.taken().host_states)))
+
     def _grow(self, pieces: int) -> None:
         what = self._name if not self._own else f"{self._name} ({len(self._own) + 1})"
         try:
-            native = self._memory.pool(self.piece, pieces, transfers=True)
+            native = self._context.memory.pool(self.piece, pieces, transfers=True)
         except SlideError as error:
             log.warning(f"inputs of blocks stay on the GPU, where memory is short: {error}")
-            self._room = lambda: 0
+            self._is_full = True
             return
-        self._own.append(BufferPool(native, self._failures, what))
-        self._all[what] = self._own[-1]
+        pool = self._context.allocator.pools[what] = BufferPool(native, self._context.failures, what)
+        self._own.append(pool)
         self.nbytes += pieces * self.piece
         log.info(f"{size(self.nbytes)} of host memory are taken for inputs of blocks, for which the GPU has no room")

@@ -21,21 +21,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.spare import LEAST_AHEAD, buffers_for, reads_ahead
 from ds_slide.report.log import log, size
-from ds_slide.report.trace import Requests
-from ds_slide.runtime.activations.input_buffers import InputBuffers
-from ds_slide.runtime.core.device import Device
-from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.report.statistics import LaneMeter
+from ds_slide.runtime.activations.input_buffers import BETWEEN, InputBuffers
+from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.futures import Future
+from ds_slide.runtime.core.lanes import Delay, StreamWorker
 from ds_slide.runtime.core.pool import Lease
-from ds_slide.runtime.core.stream_lane import StreamWorker
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.ssd.extents import whole_pages
-from ds_slide.store.ssd.store import Part
+from ds_slide.store.ssd.files import Part
 
 
 @dataclass(eq=False)
@@ -68,25 +68,17 @@ class Arriving:
 class InputDisk:
     """All methods are called by the thread that computes."""
 
-    def __init__(
-        self,
-        buffers: InputBuffers,
-        space: SpaceOnSsd,
-        make_thread: Callable[[], StreamWorker],
-        device: Device,
-        failures: Failures,
-        requests: Requests,
-    ) -> None:
-        """`buffers`: used here only. `make_thread`: makes the hand-over thread; called once, when the first input
-        goes to SSD."""
-        self._buffers = buffers
+    def __init__(self, context: Context, space: SpaceOnSsd) -> None:
+        self._context = context
+        self._failures = context.failures
+        self._requests = context.recorder.requests
+        # Like all buffers in front of the disk, they are not part of the memory that `ds_slide.host_memory` limits.
+        self._buffers = InputBuffers(context, None, BETWEEN)
         self._space = space
-        self._room = space.room
-        self._make_thread = make_thread
+        self._is_full = False
+        """Whether the disks have refused more."""
         self._made: StreamWorker | None = None
-        self._device = device
-        self._failures = failures
-        self._requests = requests
+        """The hand-over thread, from the first input that goes to SSD on."""
         self._free: deque[int] = deque()
         """Offsets of places' pieces. They come back on whichever thread drops the last reference to a place."""
         self._ahead = LEAST_AHEAD
@@ -101,6 +93,9 @@ class InputDisk:
             return 0
         free = len(self._free) * self._buffers.piece
         return wanted if free >= wanted else min(wanted, free + self._room())
+
+    def _room(self) -> int:
+        return 0 if self._is_full else self._space.room()
 
     def provide_buffers(self, one: int, backward_s: float) -> bool:
         """Have enough host buffers for inputs of at most `one` byte to hide reads behind the backward of a block, of
@@ -120,10 +115,10 @@ class InputDisk:
             start = self._space.extend(more * piece)
         except SlideError as error:
             log.warning(f"inputs of blocks stay on the GPU, where memory is short: {error}")
-            self._room = lambda: 0
+            self._is_full = True
             return
         self._free.extend(range(start, start + more * piece, piece))
-        self._buffers.register(self._space.register)
+        self._buffers.register(self._space)
         log.info(f"{size(self._space.nbytes)} on SSD hold inputs of blocks, for which GPU and host have no room")
 
     @property
@@ -215,13 +210,15 @@ class InputDisk:
     def _fence(self, lane: StreamWorker) -> Future:
         """Return a future that the lane keeps at this point: when it has passed, all earlier copies have run."""
         fence = Future(self._failures, "copies of inputs of blocks")
-        lane.submit(lambda: fence.keep(self._device.mark(lane.stream, host_waits=True)))
+        lane.submit(lambda: fence.keep(self._context.device.mark(lane.stream, host_waits=True)))
         return fence
 
     @property
     def _thread(self) -> StreamWorker:
         if self._made is None:
-            self._made = self._make_thread()
+            debug = self._context.settings.slide.debug
+            delay = Delay(debug.lane_delay_ms, debug.seed + 6)
+            self._made = StreamWorker("inputs on SSD", self._context.device, self._failures, LaneMeter(), delay)
         return self._made
 
     def close(self) -> None:

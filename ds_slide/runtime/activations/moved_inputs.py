@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +30,16 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_slide.plan.spare import Input, goes_on
-from ds_slide.report.statistics import StepRecorder
+from ds_slide.report.statistics import INPUTS
 from ds_slide.runtime.activations.input_buffers import InputBuffers
 from ds_slide.runtime.activations.input_disk import InputDisk, Place
-from ds_slide.runtime.core.deferred_interrupt import deferred_interrupt
-from ds_slide.runtime.core.device import Device, Marker
-from ds_slide.runtime.core.futures import Failures, Future, wait_on_stream
+from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.device import Marker
+from ds_slide.runtime.core.futures import Future, wait_on_stream
+from ds_slide.runtime.core.lanes import Delay, StreamWorker
 from ds_slide.runtime.core.pool import Lease
-from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.running import deferred_interrupt
+from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.runtime.weights.saved_weights import SavedTensor, hooks_around, only_hooks_of_block
 
 INPUT_MODIFIED = "the input of a block, needed for gradient computation, has been modified by an inplace operation"
@@ -83,18 +85,12 @@ def input_of(inputs: Sequence[Any]) -> torch.Tensor | None:
 class MovedInputs:
     """All methods are called by the thread that computes: the caller's, and autograd's."""
 
-    def __init__(
-        self,
-        buffers: InputBuffers,
-        make_lane: Callable[[], StreamWorker],
-        device: Device,
-        failures: Failures,
-        recorder: StepRecorder,
-        disk: InputDisk | None = None,
-    ) -> None:
-        """`make_lane`: called once, when the first input moves. `disk`: None where nothing may go on to SSD."""
-        self.buffers = buffers
-        self.disk = disk
+    def __init__(self, context: Context, space: SpaceOnSsd | None = None) -> None:
+        """`space`: None where nothing may go on to SSD."""
+        self._context = context
+        self.buffers = InputBuffers(context, context.settings.slide.host_memory)
+        """Host memory where inputs stay, which `ds_slide.host_memory` limits."""
+        self.disk = None if space is None else InputDisk(context, space)
         self._to_disk: frozenset[int] = frozenset()
         """Blocks for whose inputs host memory has no room."""
         self.bytes = 0
@@ -103,11 +99,8 @@ class MovedInputs:
         """Moved bytes that have gone on to SSD."""
         self.orders: set[int] = set()
         """Blocks whose inputs have moved since `begin`."""
-        self._make_lane = make_lane
         self._made: StreamWorker | None = None
-        self._device = device
-        self._failures = failures
-        self._recorder = recorder
+        """The lane, from the first input that moves on."""
         self._going: deque[MovedInput] = deque()
         self._coming: dict[MovedInput, tuple[torch.Tensor, Future]] = {}
         self._waiting: list[weakref.ref[MovedInput]] = []
@@ -116,13 +109,26 @@ class MovedInputs:
 
     # ---- room --------------------------------------------------------------------------------------------------------
 
-    def available(self, inputs: Sequence[Input]) -> int:
-        """Return the number of bytes of `inputs` that can be had, in host memory and on SSD."""
-        wanted = sum(each.nbytes for each in inputs)
-        host = self.buffers.available(wanted)
-        if self.disk is None or host >= wanted:
-            return host
-        return host + self.disk.available(wanted - host, max(each.nbytes for each in inputs))
+    def on_host(self, wanted: int) -> int:
+        """Return how many of the `wanted` bytes host memory has room for (`Places`)."""
+        return self.buffers.available(wanted)
+
+    def on_ssd(self, wanted: int, one: int) -> int:
+        """Return how many of the `wanted` bytes SSD has room for, in inputs of at most `one` byte each (`Places`)."""
+        return 0 if self.disk is None else self.disk.available(wanted, one)
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Bytes of the inputs that have moved, and of the host memory where they stay. With SSD: bytes that have gone
+        on there, bytes of places there, and bytes of host memory for them."""
+        found = {"moved_bytes": self.bytes, "host_bytes": self.buffers.nbytes}
+        if self.disk is not None:
+            found |= {
+                "moved_to_ssd_bytes": self.disk_bytes,
+                "ssd_bytes": self.disk.nbytes,
+                "ssd_host_bytes": self.disk.host_bytes,
+            }
+        return found
 
     def provide(self, moved: Sequence[Input], backward_s: float = 0.0) -> None:
         """Have places for the inputs of these blocks, in the order of their calls, as far as there is room. The last
@@ -194,15 +200,15 @@ class MovedInputs:
             return leases, None
         if self.disk is None or (place := self.disk.place(order, nbytes)) is None:
             return None
-        with self._recorder.stalled("a host buffer for an input of a block on its way to SSD"):
+        with self._context.recorder.stalled("a host buffer for an input of a block on its way to SSD"):
             return self.disk.buffers_of(place), place
 
     def _move_down(self, order: int, tensor: torch.Tensor, leases: Sequence[Lease], place: Place | None) -> MovedInput:
-        down = Future(self._failures, "an input of a block on its way to host memory")
+        down = Future(self._context.failures, "an input of a block on its way to host memory")
         kept = leases if place is None else ()
         # The tensor itself would hold its node, and a graph without a backward would live for ever.
         moved = MovedInput(order, tensor.shape, tensor.dtype, tensor._version, kept, place, down, tensor.detach())
-        lane, made = self._lane, self._device.mark()
+        lane, made = self._lane, self._context.device.mark()
 
         def job() -> None:
             assert moved.on_gpu is not None
@@ -260,8 +266,8 @@ class MovedInputs:
         return tensor
 
     def _bring(self, moved: MovedInput) -> tuple[torch.Tensor, Future]:
-        tensor = torch.empty(moved.shape, dtype=moved.dtype, device=self._device.torch)
-        up, free = Future(self._failures, "the input of a block from host memory"), self._device.mark()
+        tensor = torch.empty(moved.shape, dtype=moved.dtype, device=self._context.device.torch)
+        up, free = Future(self._context.failures, "the input of a block from host memory"), self._context.device.mark()
         if self.disk is None or moved.place is None:
             self._lane.submit(lambda: self._copy(moved, moved.kept, tensor, free, up, to_gpu=True))
             return tensor, up
@@ -280,7 +286,9 @@ class MovedInputs:
     @property
     def _lane(self) -> StreamWorker:
         if self._made is None:
-            self._made = self._make_lane()
+            context, debug = self._context, self._context.settings.slide.debug
+            meter, delay = context.recorder.meters[INPUTS], Delay(debug.lane_delay_ms, debug.seed + 5)
+            self._made = StreamWorker(INPUTS, context.device, context.failures, meter, delay)
         return self._made
 
     def _copy(
@@ -296,18 +304,18 @@ class MovedInputs:
         """Copy an input down or up on the lane's stream. Called by the lane."""
         lane = self._lane
         lane.wait(ready, "the block before it")
-        start = self._device.mark(lane.stream, timed=True)
+        start = self._context.device.mark(lane.stream, timed=True)
         flat = on_gpu.view(-1).view(torch.uint8)
         for lease, part in zip(leases, flat.split(leases[0].buffer.numel()), strict=True):
             on_host = lease.buffer[: part.numel()]
             target, source = (part, on_host) if to_gpu else (on_host, part)
             target.copy_(source, non_blocking=True)
-        end = self._device.mark(lane.stream, timed=True, host_waits=moved.place is not None and not to_gpu)
+        end = self._context.device.mark(lane.stream, timed=True, host_waits=moved.place is not None and not to_gpu)
         lane.meter.add_interval(start, end, moved.nbytes, ("input", moved.order))
         done.keep(end)
 
     def _wait(self, future: Future) -> None:
-        wait_on_stream(future, self._device, self._recorder)
+        wait_on_stream(future, self._context.device, self._context.recorder)
 
     def close(self) -> None:
         """End the lane, and the hand-over to SSD. Harmless when called twice."""

@@ -66,7 +66,7 @@ class Place:
 
     def is_same(self, value: Any) -> bool:
         """Whether the place holds `value`, which `read` has returned."""
-        raise NotImplementedError
+        return bool(self.read() == value)
 
     def difference(self, _value: Any) -> str:
         """Return the name of the value that differs from the result of `read`."""
@@ -195,34 +195,27 @@ class _Set(Place):
     def read(self) -> set[Any]:
         return set(self.holder)
 
-    def is_same(self, value: set[Any]) -> bool:
-        return bool(self.holder == value)
-
     def write(self, value: set[Any]) -> None:
         self.holder.clear()
         self.holder.update(value)
 
 
 class _Random(Place):
-    """A random generator of torch (`get_state`), of Python or of numpy."""
+    """A random generator of torch, of Python or of numpy."""
 
     __slots__ = ()
 
     def read(self) -> Any:
+        # Arrays and tensors do not compare to one answer; their bytes do.
         if isinstance(self.holder, torch.Generator):
-            return self.holder.get_state()
+            return self.holder.get_state().numpy().tobytes()
         if isinstance(self.holder, random.Random):
             return self.holder.getstate()
-        # Numpy's states have arrays in them, which do not compare to one answer.
         return pickle.dumps(self.holder.__getstate__() if _is_numpy_state(self.holder) else self.holder.state)
-
-    def is_same(self, value: Any) -> bool:
-        now = self.read()
-        return torch.equal(now, value) if isinstance(now, torch.Tensor) else now == value
 
     def write(self, value: Any) -> None:
         if isinstance(self.holder, torch.Generator):
-            self.holder.set_state(value)
+            self.holder.set_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
         elif isinstance(self.holder, random.Random):
             self.holder.setstate(value)
         elif _is_numpy_state(self.holder):
@@ -235,21 +228,6 @@ def _is_numpy_state(holder: Any) -> bool:
     return type(holder).__name__ == "RandomState"
 
 
-class _PythonsOwn(_Random):
-    """The generator behind `random.random()`."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(random, "random")
-
-    def read(self) -> Any:
-        return random.getstate()
-
-    def write(self, value: Any) -> None:
-        random.setstate(value)
-
-
 class _Training(Place):
     """Return which modules of the block are in training. `holder`: modules whose dictionaries are no places."""
 
@@ -257,9 +235,6 @@ class _Training(Place):
 
     def read(self) -> list[bool]:
         return list(map(_is_training, self.holder))
-
-    def is_same(self, value: list[bool]) -> bool:
-        return list(map(_is_training, self.holder)) == value
 
     def write(self, value: list[bool]) -> None:
         for module, training in zip(self.holder, value, strict=True):
@@ -385,7 +360,7 @@ def found(modules: Mapping[str, nn.Module]) -> Found:
 
 def globals_of_random() -> list[Place]:
     """Return the generators that a whole process uses, except torch's, which checkpointing restores by itself."""
-    places: list[Place] = [_PythonsOwn()]
+    places: list[Place] = [_Random(random._inst, "random")]  # the generator behind `random.random()`
     if (numpy := sys.modules.get("numpy.random")) is not None:
         places.append(_Random(numpy.mtrand._rand, "numpy.random"))
     return places

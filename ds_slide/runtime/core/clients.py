@@ -32,7 +32,7 @@ class Binding(Enum):
 
 
 class Clients(Protocol):
-    """`ds_slide.integration.parameters.DeepSpeedClients` for DeepSpeed."""
+    """`ds_slide.integration.partitions.DeepSpeedClients` for DeepSpeed."""
 
     def take_weights(self, parameter: nn.Parameter, entry: Entry) -> torch.Tensor:
         """Return this rank's elements of a parameter that is not the engine's yet, flat ([<= partition_numel]), on any

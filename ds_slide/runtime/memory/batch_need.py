@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ds_slide.plan.spare import Measured, Shape, fixed_bytes
 from ds_slide.runtime.activations.activations import Activations
-from ds_slide.runtime.memory.peaks import Peaked, Peaks
+from ds_slide.runtime.core.device import Device
 
 SINCE, SINGLE, EVALUATION = "since the last warm-up", "single batch", "evaluation"
 """Spans of peaks."""
@@ -21,6 +21,40 @@ GRADIENTS_ALIVE = 2
 SQUARES_ALIVE = 3
 """Copies of a tensor with an element for each pair of tokens that a block's backward holds at once: the saved tensor,
 its gradient, and the result of an operator."""
+
+
+class Peaks:
+    """The peaks of one GPU, in spans of time that overlap. Torch has one peak, which is reset for each span. The thread
+    that computes calls all methods."""
+
+    def __init__(self, gpu: Device | None) -> None:
+        """`gpu`: None where the accelerator has no memory of its own; all peaks are 0 then."""
+        self._gpu = gpu
+        self._most: dict[str, int] = {}
+        """The peak of each open span, as it was when torch's own was reset last."""
+
+    def allocated(self) -> int:
+        """Return the bytes that are on the GPU now."""
+        return 0 if self._gpu is None else self._gpu.allocated()
+
+    def begin(self, span: str) -> None:
+        """Begin a span, or begin it anew."""
+        if self._gpu is None:
+            return
+        peak = self._gpu.peak()
+        self._most = {each: max(most, peak) for each, most in self._most.items()}
+        self._gpu.reset_peak()
+        self._most[span] = self._gpu.allocated()
+
+    def of(self, span: str) -> int:
+        """Return the peak of a span in bytes. A span that has not begun has torch's own peak."""
+        return 0 if self._gpu is None else max(self._most.get(span, 0), self._gpu.peak())
+
+    def end(self, span: str) -> int:
+        """End a span and return its peak in bytes."""
+        peak = self.of(span)
+        self._most.pop(span, None)
+        return peak
 
 
 @dataclass(frozen=True)
@@ -47,10 +81,10 @@ class Watched:
 class BatchNeed:
     """The thread that computes calls all methods, between backwards."""
 
-    def __init__(self, activations: Activations, gpu: Peaked | None, vocabulary: int = 0) -> None:
-        """`vocabulary`: the number of logits of a token."""
+    def __init__(self, activations: Activations, gpu: Device | None, vocabulary: int = 0) -> None:
+        """`gpu`: None where the accelerator has no memory of its own. `vocabulary`: the number of logits of a token."""
         self._activations = activations
-        self._peaks = Peaks(gpu)
+        self.peaks = Peaks(gpu)
         self._vocabulary = vocabulary
         self._evaluated: Measured | None = None
         """The most that a forward without gradients has taken, at the largest shape."""
@@ -103,7 +137,7 @@ class BatchNeed:
         if needed >= self._known.nbytes:
             return needed
         # Only the inputs of blocks certainly shrink with the batch.
-        inputs = self._activations.input_bytes
+        inputs = self._activations.costs.input_bytes
         return self._known.nbytes - max(0, inputs(self._known.shape) - inputs(shape))
 
     def _of_evaluation(self, shape: Shape, trained: float) -> float:
@@ -118,37 +152,36 @@ class BatchNeed:
     def _parts(self, need: Measured) -> Measured:
         """Return `need` with its part that may grow with tokens times length. Where the blocks have not been measured,
         all of it may grow so."""
-        of_a_block = self._activations.square_bytes(need.shape)
+        of_a_block = self._activations.costs.square_bytes(need.shape)
         square = need.nbytes if of_a_block is None else min(need.nbytes, int(SQUARES_ALIVE * of_a_block))
         return replace(need, square=square)
 
     # ---- a batch -----------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, shape: Shape | None, allocated: int, *, alone: bool) -> None:
-        """Begin a forward with gradients, after `end_batch`. `allocated`: bytes on the GPU. `alone`: measure its batch
-        apart."""
-        self._begun = self._latest = shape, allocated
+    def begin_forward(self, shape: Shape | None, *, alone: bool) -> None:
+        """Begin a forward with gradients, after `end_batch`. `alone`: measure its batch apart."""
+        self._begun = self._latest = shape, allocated = shape, self.peaks.allocated()
         if alone and shape is not None:
-            self._peaks.begin(SINGLE)
+            self.peaks.begin(SINGLE)
             self._single = shape, allocated
 
-    def begin_evaluation(self, shape: Shape | None, allocated: int) -> None:
-        """Begin a forward without gradients, after `end_batch`. `allocated`: bytes on the GPU."""
-        self._latest = shape, allocated
+    def begin_evaluation(self, shape: Shape | None) -> None:
+        """Begin a forward without gradients, after `end_batch`."""
+        self._latest = shape, allocated = shape, self.peaks.allocated()
         known = self._evaluated
         if shape is not None and (known is None or shape.tokens > known.shape.tokens):
-            self._peaks.begin(EVALUATION)
+            self.peaks.begin(EVALUATION)
             self._evaluating = shape, allocated
 
     def end_forward(self, *, completed: bool) -> None:
         """End the forward. `completed`: no exception has ended it."""
         evaluating, self._evaluating = self._evaluating, None
         if evaluating is not None:
-            taken = max(0, self._peaks.end(EVALUATION) - evaluating[1])
+            taken = max(0, self.peaks.end(EVALUATION) - evaluating[1])
             self._evaluated = Measured(evaluating[0], taken, 0) if completed else self._evaluated
         (shape, allocated), self._begun = self._begun, (None, 0)
         if shape is not None:
-            beside = self._activations.kept_bytes - self._activations.moved_bytes  # with the bytes that were given up
+            beside = self._activations.kept_bytes - self._activations.inputs.bytes  # with the bytes that were given up
             self._watched = self._watched.with_forward(allocated, shape, beside, self.at(shape))
 
     def end_batch(self) -> None:
@@ -156,7 +189,7 @@ class BatchNeed:
         single, self._single = self._single, None
         if single is not None:
             shape, base = single
-            taken = self._peaks.end(SINGLE) - base + self._activations.moved_bytes
+            taken = self.peaks.end(SINGLE) - base + self._activations.inputs.bytes
             self._singles.append((shape, max(0, taken)))
 
     # ---- several -----------------------------------------------------------------------------------------------------
@@ -164,16 +197,16 @@ class BatchNeed:
     @property
     def peak(self) -> int:
         """The most bytes that were on the GPU since the last warm-up began."""
-        return self._peaks.of(SINCE)
+        return self.peaks.of(SINCE)
 
-    def change_of_base(self, allocated: int) -> int | None:
-        """Return the difference of `allocated` from the bytes on the GPU when the latest batches began."""
-        return None if self._watched.shape is None else abs(allocated - self._watched.base)
+    def change_of_base(self) -> int:
+        """Return how many bytes more or fewer are on the GPU than when the latest batches began; 0: none have begun."""
+        return 0 if self._watched.shape is None else abs(self.peaks.allocated() - self._watched.base)
 
     def watch_anew(self) -> None:
         """Begin a warm-up: forget the peaks so far."""
         self._watched = Watched()
-        self._peaks.begin(SINCE)
+        self.peaks.begin(SINCE)
 
     def measure(self) -> None:
         """Learn the need of the batches since the last warm-up, where one needed more than earlier batches."""
@@ -182,7 +215,7 @@ class BatchNeed:
             return
         peak = max(0, self.peak - watched.base)
         if known is None:
-            fixed = fixed_bytes(self._singles, GRADIENTS_ALIVE * self._activations.gradient_bytes)
+            fixed = fixed_bytes(self._singles, GRADIENTS_ALIVE * self._activations.costs.gradient_bytes)
             self._known = Measured(watched.shape, max(0, peak - watched.beside), 0, fixed)
         elif (most := self._parts(known).at(watched.shape)) > known.nbytes:
             # The peak may be an earlier batch's, which kept more; the prediction is the upper limit of the need.

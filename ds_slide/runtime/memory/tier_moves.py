@@ -15,8 +15,7 @@ from the start (`docs/architecture.md`, "The idea": placement never changes the 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -39,20 +38,15 @@ from ds_slide.plan.memory import Plan
 from ds_slide.report.log import size
 from ds_slide.runtime.build_units import state_on_gpu
 from ds_slide.runtime.core.allocator import Allocator
-from ds_slide.runtime.core.deferred_interrupt import deferred_interrupt
+from ds_slide.runtime.core.running import deferred_interrupt
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.memory.staged_copies import StagedCopies
 from ds_slide.store.ssd.extents import PAGE
-from ds_slide.store.ssd.unit import OnSsd, page_buffer
+from ds_slide.store.ssd.unit import page_buffer
 from ds_slide.store.state import UnitState
 
 T = TypeVar("T")
-Copy = Callable[[UnitState, UnitState], None]
-"""(from, to)"""
-
-PROGRESS_AFTER_S = 3
-"""Seconds until a progress bar shows that a move holds the training up."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +118,10 @@ def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
     wanted = [unit for unit in moving if unit.is_uploaded]
     promoted: list[Unit] = []
     try:
-        with _copies(runtime, moving) as copy:
+        with _copies(runtime, moving) as copies:
             # Demotions first: their memory may be the room for promotions.
             for unit in demoted:
-                _demote(runtime, unit, copy)
+                _demote(runtime, unit, copies)
             if demoted or slots < runtime.parts.plan.placement.window:
                 _refit(runtime, slots)
             if wanted:
@@ -135,7 +129,7 @@ def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
                 # from the 1 GB of a batch's logits leaves the next batch no place for its logits.
                 runtime.device.release_cached()
             for unit, room in zip(wanted, _make_rooms(runtime, wanted), strict=False):
-                _promote(runtime, unit, room, copy)
+                _promote(runtime, unit, room, copies)
                 promoted.append(unit)
     finally:
         _refit(runtime, slots)
@@ -155,8 +149,8 @@ def _is_gathered_by_script(unit: Unit) -> bool:
 def _settle(runtime: SlideRuntime, moving: Iterable[Unit]) -> None:
     """Wait until no lane, no rank and no stream uses the units or the window."""
     for unit in moving:
-        runtime.settle(unit)
-    runtime.begin_writing()
+        runtime.access.settle(unit)
+    runtime.access.begin_writing()
     runtime.parts.context.lanes.h2d.drain()
     runtime.device.synchronize()
 
@@ -164,10 +158,10 @@ def _settle(runtime: SlideRuntime, moving: Iterable[Unit]) -> None:
 # ---- one unit --------------------------------------------------------------------------------------------------------
 
 
-def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
+def _demote(runtime: SlideRuntime, unit: Unit, copies: StagedCopies) -> None:
     home = unit.home
     assert home is not None
-    _copy_on_all(runtime, unit, copy, home)
+    _copy_on_all(runtime, unit, copies, home)
     resident = None if unit.spec.kind == "block" else unit.resident
     several, on_disk = runtime.parts.context.ranks.world_size > 1, home.weights.buffer.tier == "ssd"
     gathered = several and (runtime.parts.context.shared is None or on_disk)
@@ -175,20 +169,20 @@ def _demote(runtime: SlideRuntime, unit: Unit, copy: Copy) -> None:
     _show(runtime, unit)
 
 
-def _promote(runtime: SlideRuntime, unit: Unit, room: _Room, copy: Copy) -> None:
+def _promote(runtime: SlideRuntime, unit: Unit, room: _Room, copies: StagedCopies) -> None:
     home = unit.state
-    _copy_on_all(runtime, unit, copy, room.state)
+    _copy_on_all(runtime, unit, copies, room.state)
     gathered = runtime.parts.context.ranks.world_size > 1
     unit.state, unit.home, unit.resident, unit.is_gathered = room.state, home, room.resident, gathered
     _show(runtime, unit)
 
 
-def _copy_on_all(runtime: SlideRuntime, unit: Unit, copy: Copy, target: UnitState) -> None:
+def _copy_on_all(runtime: SlideRuntime, unit: Unit, copies: StagedCopies, target: UnitState) -> None:
     """Copy the states of `unit` to `target`. The disk of one rank may fail: then the other ranks raise, too, since they
     would gather the weights with it next. Collective."""
     error: Exception | None = None
     try:
-        copy(unit.state, target)
+        copies.copy_states(target, unit.state)
     except Exception as caught:
         error = caught
     ranks = runtime.parts.context.ranks
@@ -203,46 +197,31 @@ def _copy_on_all(runtime: SlideRuntime, unit: Unit, copy: Copy, target: UnitStat
 
 
 @contextmanager
-def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
-    """Yield a function that copies weights, states, and the last gradient where both sides hold it. The host waits for
-    each unit.
+def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[StagedCopies]:
+    """Yield what copies the states of the units, with a progress bar on rank 0.
 
     Gradients pass through the buffer at other times: here it is free, or comes free with the updates under way.
     """
-    parts = runtime.parts
-    pools = [runtime.parts.context.allocator.pools[what] for what in (PIECES_RING, BLOCK_RING, OUTER_RING)]
+    context = runtime.parts.context
+    pools = [context.allocator.pools[what] for what in (PIECES_RING, BLOCK_RING, OUTER_RING)]
     pools = [pool for pool in pools if pool.addresses]
     lease = pools[0].lease() if pools and moving else None
     buffer = None if lease is None else lease.buffer
-    if parts.ssd is not None and (buffer is None or buffer.numel() < 2 * PAGE):
+    if runtime.parts.ssd is not None and (buffer is None or buffer.numel() < 2 * PAGE):
         buffer = page_buffer(2 * PAGE)  # the model is tiny
-    copies = StagedCopies(buffer, parts.context.updater, parts.context.device, parts.context.failures)
     progress = tqdm(
         total=sum(unit.state.nbytes() for unit in moving),
         desc="ds_slide: moving states",
         unit="B",
         unit_scale=True,
-        disable=None if parts.context.ranks.rank == 0 else True,
+        disable=None if context.ranks.rank == 0 else True,
         leave=False,
-        delay=PROGRESS_AFTER_S,
+        delay=3,  # seconds; a shorter move does not hold the training up
     )
-
-    def copy(source: UnitState, target: UnitState) -> None:
-        for name in source.buffers.keys() & target.buffers.keys():
-            read, written = source.buffers[name], target.buffers[name]
-            if isinstance(read, OnSsd):
-                copies.from_ssd(written.read(slice(0, read.numel)), read)
-            elif isinstance(written, OnSsd):
-                copies.to_ssd(written, read.read(slice(0, written.numel)))
-            else:
-                one = copies.to_gpu if written.tier == "gpu" else copies.to_host
-                one(written.read(slice(0, read.numel)), read.read(slice(0, read.numel)))
-            progress.update(read.numel * read.dtype.itemsize)
-        copies.finish()
-
+    copies = StagedCopies(buffer, context, progress)
     try:
         with progress:
-            yield copy
+            yield copies
     finally:
         copies.close()
         if lease is not None:
@@ -251,8 +230,8 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
 
 def _show(runtime: SlideRuntime, unit: Unit) -> None:
     """Show the new state buffers of `unit` to all parts that knew the old ones."""
-    runtime.weights_changed(unit)
-    runtime.residents.leave(unit)
+    runtime.access.weights_changed(unit)
+    runtime.bindings.residents.leave(unit)
     runtime.parts.context.clients.adopt(unit)
     if unit.resident is not None:
         runtime.resident_weights.bind(unit)
@@ -266,7 +245,7 @@ def _make_rooms(runtime: SlideRuntime, units: Sequence[Unit]) -> list[_Room]:
     """Return GPU memory for the first of `units` that find some."""
     if not units or not _make_scratch(runtime, units):
         return []
-    return _as_many_as_fit(runtime, [functools.partial(_make_room, runtime, unit) for unit in units])
+    return _as_many_as_fit(runtime, (_make_room(runtime, unit) for unit in units))
 
 
 def _make_room(runtime: SlideRuntime, unit: Unit) -> _Room:
@@ -283,7 +262,9 @@ def _make_room(runtime: SlideRuntime, unit: Unit) -> _Room:
         resident = allocator.tensor(whole_weights_of(name), unit.dtype)
     weight = take("weight", unit.dtype) if several or resident is None else resident
     gradient = unit.state.dtype_of("gradient") if unit.state.has("gradient") else unit.codec.dtype
-    state = state_on_gpu(unit.state.specs, weight, gradient, take, runtime.device)
+    buffers = {"weight": weight, **{spec.name: take(spec.name, spec.dtype) for spec in unit.state.specs}}
+    buffers["gradient"] = take("gradient", gradient)
+    state = state_on_gpu(unit.state.specs, buffers, runtime.device)
     allocator.require_all_given()
     return _Room(state, weight if resident is None else resident)
 
@@ -296,7 +277,7 @@ def _make_scratch(runtime: SlideRuntime, units: Sequence[Unit]) -> bool:
     nbytes = _plan_with(runtime, parts.plan.placement.window, units).entry(GATHERED).nbytes
     if parts.gathers.scratch is not None and parts.gathers.scratch.numel() >= nbytes:
         return True
-    made = _as_many_as_fit(runtime, [functools.partial(_bytes_on_gpu, runtime, nbytes)])
+    made = _as_many_as_fit(runtime, (_bytes_on_gpu(runtime, nbytes) for _ in range(1)))
     parts.gathers.scratch = made[0] if made else parts.gathers.scratch
     return bool(made)
 
@@ -307,8 +288,9 @@ def _refit(runtime: SlideRuntime, slots: int) -> None:
     streamed = [unit for unit in runtime.units if unit.is_streamed]
     if parts.window is not None:
         entry, present = plan.entry(SLOTS), len(parts.window.slots)
-        make = functools.partial(_bytes_on_gpu, runtime, entry.piece)
-        more = _as_many_as_fit(runtime, [make] * (entry.count - present))
+        more: list[torch.Tensor] = []
+        if entry.count > present:
+            more = _as_many_as_fit(runtime, (_bytes_on_gpu(runtime, entry.piece) for _ in range(present, entry.count)))
         count = min(entry.count, present + len(more))
         if streamed and not count:
             raise SlideError(f"GPU tier: {size(entry.piece)} for a slot of the window could not be had; free some")
@@ -338,12 +320,10 @@ def _bytes_on_gpu(runtime: SlideRuntime, nbytes: int) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device=runtime.device.torch)
 
 
-def _as_many_as_fit(runtime: SlideRuntime, makers: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of the makers, up to the first that finds no GPU memory, on any rank. Collective."""
-    if not makers:
-        return []
+def _as_many_as_fit(runtime: SlideRuntime, making: Iterator[T]) -> list[T]:
+    """Return what `making` makes, up to the first that finds no GPU memory, on any rank. Collective."""
     made: list[T] = []
     with suppress(torch.OutOfMemoryError):
-        for make in makers:
-            made.append(make())
+        for each in making:
+            made.append(each)
     return made[: runtime.parts.context.ranks.least([len(made)])[0]]

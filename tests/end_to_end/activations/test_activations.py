@@ -140,8 +140,8 @@ def test_what_a_block_saves_is_what_is_computed_again(monkeypatch: pytest.Monkey
     with engine_for(model, config_of({"gpu_memory": OWN_BYTES})) as engine:
         train(engine, batches(LOOKS[0]))
         activations = engine.optimizer.runtime.parts.spare.activations
-        (measured,) = activations._measured.values()
-        (keepable, *_) = activations.keepable(measured.saved.shape)
+        (measured,) = activations.costs._measured.values()
+        (keepable, *_) = activations.costs.keepable(measured.saved.shape)
         seconds = activations.times.seconds_of(keepable.order)
         assert 0 < seconds < wait
         assert keepable.seconds == measured.again * seconds
@@ -427,11 +427,11 @@ def test_slots_of_an_automatic_window_give_way_to_states(monkeypatch: pytest.Mon
             runtime = engine.optimizer.runtime
             parts, needs = runtime.parts, runtime.parts.plan.needs
             parts.plan = replace(parts.plan, needs=replace(needs, window=2 if grows else 6, window_grows=grows))
-            parts.spare.states = RunningStates(runtime)
+            parts.spare.room.states = RunningStates(runtime)
             result = train(engine, batches(STEPS))
             found.append((len(parts.plan.placement.promoted), parts.memory_report["slots"]))
             assert parts.plan.gpu_bytes + parts.spare.activations.kept_bytes <= 2_220_000
-            assert parts.spare.states.move(frozenset())
+            assert parts.spare.room.states.move(frozenset())
             assert parts.memory_report["slots"] == (3 if grows else 6)
             result.states = states_of(model)
         assert differences(result, expected("llama", False, "clipping")) == []
@@ -446,8 +446,8 @@ def test_only_attention_that_keeps_its_probabilities_grows_with_the_length_squar
         train(engine, batches(STEPS, length=96))
         activations = engine.optimizer.runtime.parts.spare.activations
         short, long = Shape(2 * 96, 96), Shape(2 * 384, 384)
-        squares = activations.square_bytes(short)
-        of_short, of_long = (sum(each.nbytes for each in activations.keepable(shape)) for shape in (short, long))
+        squares = activations.costs.square_bytes(short)
+        of_short, of_long = (sum(each.nbytes for each in activations.costs.keepable(shape)) for shape in (short, long))
     heads, probabilities = 4, 2 * 96 * 96
     if attention == "sdpa":
         assert squares == 0 and of_long == 4 * of_short

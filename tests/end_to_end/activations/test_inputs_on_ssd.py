@@ -108,7 +108,7 @@ def test_those_of_the_first_blocks_go_and_those_of_the_last_stay(handle: Handle,
     model = checkpointed(MODELS["llama"](), False)
     torch.manual_seed(3)
     with engine_for(model, config(slide)) as engine:
-        parts, disk = engine.optimizer.runtime.parts, engine.optimizer.runtime.parts.spare.activations._inputs.disk
+        parts, disk = engine.optimizer.runtime.parts, engine.optimizer.runtime.parts.spare.activations.inputs.disk
         assert parts.ssd is None and not engine.optimizer.slide_stats().get("ssd")
         gone: set[int] = set()
         place = disk.place
@@ -212,10 +212,10 @@ def test_two_graphs_and_a_second_backward(handle: Handle, config: Any) -> None:
 
 def places_are_free(engine: Any) -> bool:
     """Behind what the hand-overs still hold."""
-    if (inputs := engine.optimizer.runtime.parts.spare.activations._inputs) is None:
+    if (disk := engine.optimizer.runtime.parts.spare.activations.inputs.disk) is None:
         return True
-    inputs.disk._thread.drain()
-    return len(inputs.disk._free) * inputs.disk._buffers.piece == inputs.disk.nbytes
+    disk._thread.drain()
+    return len(disk._free) * disk._buffers.piece == disk.nbytes
 
 
 def test_blocks_that_are_called_twice(handle: Handle, config: Any) -> None:
@@ -263,10 +263,10 @@ def test_nothing_is_left_behind_an_exception(error: type[BaseException], handle:
         with torch.no_grad():
             before = engine(**data[0]).loss
             model.generate(data[0]["input_ids"][:1, :4], max_new_tokens=2, do_sample=False)
-        written = engine.optimizer.runtime.parts.ssd.statistics()["written_bytes"]
+        written = engine.optimizer.runtime.parts.ssd.store.statistics()["written_bytes"]
         with torch.no_grad():
             assert torch.equal(before, engine(**data[0]).loss)
-        assert engine.optimizer.runtime.parts.ssd.statistics()["written_bytes"] == written
+        assert engine.optimizer.runtime.parts.ssd.store.statistics()["written_bytes"] == written
         model.train()
         train(engine, data)
         gc.collect()
@@ -312,10 +312,10 @@ def test_bytes_that_the_disk_has_changed_end_the_run(handle: Handle, config: Any
         train(engine, batches(2))
         loss = engine(**batches(1)[0]).loss
         runtime = engine.optimizer.runtime
-        inputs = runtime.parts.spare.activations._inputs
+        inputs = runtime.parts.spare.activations.inputs
         for ref in inputs._waiting:
             ref().place.written.wait()
-        descriptor = runtime.parts.ssd.store.descriptors[-1]
+        descriptor = runtime.parts.ssd.store.files.descriptors[-1]
         with open(f"/proc/self/fd/{descriptor}", "r+b") as file:
             file.write(b"\x01\x02\x03")
         with pytest.raises(SlideError, match=r"holds other bytes .* \(the input of a block\)"):

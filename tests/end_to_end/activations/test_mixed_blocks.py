@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_slide.plan.keeping import kept_within
 from ds_slide.plan.spare import Shape
-from ds_slide.runtime.activations.mixing import _Forward
+from ds_slide.runtime.activations.kept_calls import _Forward
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
 transformers = pytest.importorskip("transformers")
@@ -247,15 +247,15 @@ def test_no_block_is_mixed_where_that_takes_longer_than_recomputing(monkeypatch:
         return run_operator(*given)
 
     monkeypatch.setattr(_Forward, "__torch_dispatch__", slow)
-    monkeypatch.setattr("ds_slide.runtime.activations.activations.mixtures", all_of)
+    monkeypatch.setattr("ds_slide.runtime.activations.measuring.mixtures", all_of)
     with engine_for(checkpointed(llama(), True), config_of(LIMITED)) as engine:
         activations = engine.optimizer.runtime.parts.spare.activations
         train(engine, batches(LOOKS[0]))
         with all_mixed():
             train(engine, batches(LOOKS[1] - LOOKS[0] - 1))
-            before = activations.keepable(Shape(1, 1))
+            before = activations.costs.keepable(Shape(1, 1))
             train(engine, batches(1))
-        after = activations.keepable(Shape(1, 1))
+        after = activations.costs.keepable(Shape(1, 1))
     room = sum(each.nbytes for each in before) - 1
     assert [each.mixing_s for each in before] == [0.0] * len(layers_of(llama())) and kept_within(room, before).mixed
     assert min(each.mixing_s for each in after) > 0.02 and not kept_within(room, after).mixed
@@ -275,7 +275,7 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(kind, "forward", slow)
-    monkeypatch.setattr("ds_slide.runtime.activations.activations.mixtures", all_of)
+    monkeypatch.setattr("ds_slide.runtime.activations.measuring.mixtures", all_of)
 
 
 def test_a_longer_batch_is_not_what_mixing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,8 +285,8 @@ def test_a_longer_batch_is_not_what_mixing_takes(monkeypatch: pytest.MonkeyPatch
         train(engine, batches(LOOKS[0], length=8))
         with all_mixed():
             train(engine, batches(LOOKS[1] - LOOKS[0], length=32))
-    assert [each.mixing_s for each in activations.keepable(Shape(1, 1))] == [0.0, 0.0]
-    assert min(map(activations.times.seconds_of, activations._orders)) > 2 * CALL_S
+    assert [each.mixing_s for each in activations.costs.keepable(Shape(1, 1))] == [0.0, 0.0]
+    assert min(map(activations.times.seconds_of, activations.costs.orders)) > 2 * CALL_S
 
 
 def test_all_micro_batches_count_in_a_step_of_which_some_are_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,16 +297,16 @@ def test_all_micro_batches_count_in_a_step_of_which_some_are_mixed(monkeypatch: 
         train(engine, batches(2 * LOOKS[1] - 1, length=16))
         with all_mixed():
             train(engine, batches(1, length=16))
-    seconds = [activations.times.seconds_of(order) for order in sorted(activations._orders)]
+    seconds = [activations.times.seconds_of(order) for order in sorted(activations.costs.orders)]
     assert min(seconds) > 2 * CALL_S
-    assert max(each.mixing_s for each in activations.keepable(Shape(1, 1))) < CALL_S
+    assert max(each.mixing_s for each in activations.costs.keepable(Shape(1, 1))) < CALL_S
 
 
 def test_a_longer_batch_keeps_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of its length may take sixteen times as much; the next one is known to take four."""
     data = [batch for length in (16, 16, 16, 16, 64, 64) for batch in batches(1, length=length)]
     results, found, limit = [], [], 600_000
-    monkeypatch.setattr("ds_slide.runtime.activations.activations.mixtures", all_of)
+    monkeypatch.setattr("ds_slide.runtime.activations.measuring.mixtures", all_of)
     for activations in ("as_written", "auto"):
         model = checkpointed(llama(), True)
         with engine_for(model, config_of({**LIMITED, "gpu_memory": limit, "activations": activations})) as engine:

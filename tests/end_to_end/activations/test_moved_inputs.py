@@ -39,7 +39,8 @@ from torch.autograd.graph import save_on_cpu
 
 from ds_slide.plan.spare import MARGIN_SHARE
 from ds_slide.runtime.activations.moved_inputs import INPUT_MODIFIED, MovedInput, MovedInputs
-from ds_slide.runtime.memory.spare_memory import LOOKS, SpareMemory
+from ds_slide.runtime.memory.gpu_room import GpuRoom
+from ds_slide.runtime.memory.spare_memory import LOOKS
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.thinned(2)]
@@ -113,7 +114,7 @@ def test_the_gpu_holds_one_that_has_moved_no_longer(handle: Handle) -> None:
         handle(0, move)
         with engine_for(checkpointed(llama(), False), config_of({"gpu_memory": "1GiB"})) as engine:
             train(engine, batches(2))
-            inputs = engine.optimizer.runtime.parts.spare.activations._inputs
+            inputs = engine.optimizer.runtime.parts.spare.activations.inputs
             under_way: list[int] = []
             count = layers_of(engine.module)[-1].register_forward_hook(lambda *_: under_way.append(len(inputs._going)))  # noqa: B023
             loss = engine(**batches(1)[0]).loss
@@ -138,7 +139,7 @@ def test_batches_of_any_length_share_the_buffers(handle: Handle) -> None:
             result = Result()
             for batch in data:
                 result.losses += train(engine, [batch]).losses
-                taken.append(engine.optimizer.runtime.parts.spare.activations.host_bytes)
+                taken.append(engine.optimizer.runtime.parts.spare.activations.inputs.buffers.nbytes)
             assert free_buffers(engine)
             results.append(result)
     assert differences(*results) == []
@@ -146,8 +147,8 @@ def test_batches_of_any_length_share_the_buffers(handle: Handle) -> None:
 
 
 def test_the_budget_of_host_memory_is_hard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SpareMemory, "_room", lambda *_, **__: -1e9)
-    monkeypatch.setattr(SpareMemory, "_inputs_missing", lambda *_: 1e9)
+    monkeypatch.setattr(GpuRoom, "of", lambda *_, **__: -1e9)
+    monkeypatch.setattr(GpuRoom, "inputs_missing", lambda *_: 1e9)
     with engine_for(checkpointed(llama(), False), config_of({"gpu_memory": "1GiB"})) as engine:
         states = engine.optimizer.runtime.parts.memory_report["host_state_bytes"]
     limit, data = states + 2 * INPUT + 5_000, batches(STEPS)
@@ -279,7 +280,7 @@ def small_gpu(engine: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> Callab
 
     def loss(engine: Any, batch: Batch) -> torch.Tensor:
         result = engine(**batch).loss
-        gpu.compute(batch, elsewhere=parts.spare.activations.moved_bytes)
+        gpu.compute(batch, elsewhere=parts.spare.activations.inputs.bytes)
         return result
 
     return loss

@@ -27,7 +27,7 @@ from ds_slide.checkpoint.manifest import Manifest
 from ds_slide.checkpoint.restricted import load, refused_names
 from ds_slide.checkpoint.sums import sum_of_file
 from ds_slide.errors import SlideError
-from ds_slide.integration.checkpoint import _zero_to_fp32
+from ds_slide.integration.checkpoint_load import _zero_to_fp32
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

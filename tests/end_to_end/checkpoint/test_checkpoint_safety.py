@@ -26,7 +26,7 @@ from ds_slide.checkpoint.manifest import NAME as MANIFEST
 from ds_slide.checkpoint.state_buffers import read_weights
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration import checkpoint_save
-from ds_slide.integration.checkpoint import attach
+from ds_slide.integration.checkpoint_load import attach
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -35,7 +35,7 @@ def refused(
     torch.manual_seed(3)
     with engine_for(model, config_of({"gpu_memory": room})) as engine, pytest.MonkeyPatch.context() as patch:
         if room == MIXED:
-            patch.setattr("ds_slide.runtime.activations.activations.mixtures", all_of)
+            patch.setattr("ds_slide.runtime.activations.measuring.mixtures", all_of)
         mode = Refusing(engine.optimizer.runtime.parts.spare, places, late=late)
         for batch in batches(STEPS):
             with mode:

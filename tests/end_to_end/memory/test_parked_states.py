@@ -81,7 +81,7 @@ def test_what_is_parked_takes_no_memory_and_comes_back() -> None:
         freed = park_all(states)
         assert before - sum(storages().values()) == freed
         for unit in engine.optimizer.runtime.units:
-            engine.optimizer.runtime.settle(unit)
+            engine.optimizer.runtime.access.settle(unit)
         assert sum(storages().values()) == before and states.may_park()
 
 
@@ -108,9 +108,9 @@ def test_an_evaluation_takes_the_place_of_states(monkeypatch: pytest.MonkeyPatch
     with engine_for(model := llama(), config(clip=1.0)) as engine:
         _, states = after_promotion(engine, batches(3))
         spare = engine.optimizer.runtime.parts.spare
-        spare.states = states
-        monkeypatch.setattr(type(spare._budget), "exists", True)
-        monkeypatch.setattr(spare, "_is_tight_for_evaluation", lambda _: True)
+        spare.room.states = states
+        monkeypatch.setattr(type(spare.room.budget), "exists", True)
+        monkeypatch.setattr(spare.room, "is_tight_for_evaluation", lambda _: True)
         model.eval()
         with torch.no_grad():
             expected = model(**batches(1)[0]).loss

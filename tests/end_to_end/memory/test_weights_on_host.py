@@ -16,8 +16,8 @@ import torch
 from harness import ds_config, engine_for, llama
 from torch import nn
 
-from ds_slide.integration import assemble, host_weights
-from ds_slide.integration.host_weights import weights_stay
+from ds_slide.integration import activation, assemble
+from ds_slide.integration.activation import weights_stay
 from ds_slide.runtime.core.device import Device
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -88,7 +88,7 @@ def test_it_holds_for_engines_with_the_key(
         seen.append(engine)
         return weights_stay(engine)
 
-    monkeypatch.setattr(host_weights, "weights_stay", watched)
+    monkeypatch.setattr(activation, "weights_stay", watched)
     with engine_for(llama(), ds_config(slide)):
         assert len(seen) == times
 

@@ -18,9 +18,8 @@ from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration.activation import warn_if_meant
 from ds_slide.integration.contract import check_deepspeed_config
-from ds_slide.integration.early import check_json
+from ds_slide.integration.early import as_written, check_json
 from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, Refused, setting_problems
-from ds_slide.integration.zero_init import as_written
 
 SLIDE = {"enabled": True}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -365,7 +364,7 @@ def test_all_problems_at_once_one_line_each():
 
 
 def test_an_absent_setting_counts_as_its_first_allowed_value():
-    setting = Refused("name", "path", (1, 0), "no", "do")
+    setting = Refused("name", "path", "no", "do", (1, 0))
     assert list(setting_problems({}, [setting])) == []
     assert list(setting_problems({"name": 0}, [setting])) == []
     assert list(setting_problems({"name": 2}, [setting])) == ["path is 2, but no; do"]

@@ -17,7 +17,7 @@ from harness import batches, causal_loss, differences, ds_config, engine_for, ll
 from torch import nn
 
 from ds_slide.errors import SlideError
-from ds_slide.integration.inference import SlideZeroOffload
+from ds_slide.integration.parameter_offload import SlideZeroOffload
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ds_slide.runtime.activations.block_state import FIRST_CALLS, SMALL, BlockState, WatchedCall
+from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
 
 TALLY = [0]
 
@@ -101,7 +102,7 @@ def shown(layer: Layer) -> list[Any]:
 def test_a_write_is_undone_for_each_recomputation(write: str, earlier: int) -> None:
     """And what is there now is put back behind it. In later calls a write past the version counter is not noticed, but
     small tensors are put back all the same."""
-    layer, seen, changed = Layer(), list[Any](), list[int]()
+    layer, seen = Layer(), list[Any]()
     state = BlockState("layer", layer)
     for _ in range(earlier):
         assert not state.after(state.before())
@@ -111,11 +112,12 @@ def test_a_write_is_undone_for_each_recomputation(write: str, earlier: int) -> N
         WRITES[write](layer)
         seen.append(shown(layer))
 
-    call = WatchedCall(state, function, lambda: changed.append(1), as_written=False)
+    unit: Any = SimpleNamespace(parts=[], parameters=list(layer.parameters()))
+    call = WatchedCall(state, BlockCall(unit, [], UNASKED, function, ()))
     call()
     call.check()
     now = shown(layer)
-    assert bool(changed) == (not earlier or write not in PAST_VERSIONS)
+    assert call.has_changed == (not earlier or write not in PAST_VERSIONS)
     for _ in range(2):
         call()
         assert seen[-2:] == seen[:2]

@@ -1,0 +1,236 @@
+"""What blocks cost: bytes of their saved tensors and inputs, and seconds of their forwards, measured before a decision.
+
+All blocks of a kind have the same costs. Their time is the mean, so that noise does not choose between equal blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from ds_slide.plan.keeping import Keepable
+from ds_slide.plan.spare import Input, Shape
+from ds_slide.runtime.activations.checkpointing import BlockCall
+from ds_slide.runtime.activations.measuring import CountedCall, MeasuredBlock
+from ds_slide.runtime.core.device import Device, Marker
+from ds_slide.runtime.core.unit import Unit
+
+WAIT_S = 2e-3
+"""A GPU that idles longer than this between two blocks waits for weights; Python's part between two layers of
+transformers is shorter."""
+
+
+class BlockCosts:
+    """The thread that computes calls all methods."""
+
+    def __init__(self, blocks: Sequence[Unit], device: Device, *, mixes: bool) -> None:
+        """`mixes`: whether a block may keep some results and recompute the rest."""
+        self._blocks = blocks
+        self._mixes = mixes
+        self._kind = {unit.order: _kind_of(unit) for unit in blocks}
+        self._kinds = frozenset(self._kind.values())
+        self.times = CallTimes(device, self._kind)
+        self.orders: frozenset[int] = frozenset()
+        """Blocks that were taken over in the newest forward."""
+        self.calls: Counter[int] = Counter()
+        """Calls of each block in the newest forward."""
+        self._most_calls: Counter[int] = Counter()
+        """The most calls of each block in one forward so far."""
+        self._measured: dict[Hashable, MeasuredBlock] = {}
+        """Measurements by kind of block, at the largest shape so far."""
+        self._asked: set[Hashable] = set()
+        """Kinds that are to be measured by the next recomputation of one of their blocks."""
+        self._inputs: dict[Hashable, tuple[int, int]] = {}
+        """(tokens of the largest batch so far, bytes of a block's input in it), by kind of block."""
+
+    def begin(self, orders: frozenset[int], shape: Shape | None) -> None:
+        """Begin a forward in a batch of `shape`. `orders`: blocks that are taken over."""
+        self._most_calls |= self.calls
+        self.calls.clear()
+        self.orders = orders
+        if orders and shape is not None:
+            of = {kind: self._measured.get(kind) for kind in self._kinds}
+            self._asked = {kind for kind, known in of.items() if known is None or known.saved.growth(shape) > 1}
+
+    def counted(self, call: BlockCall, shape: Shape | None) -> CountedCall | None:
+        """Return what replaces the block's forward so that its recomputation is measured; None where it need not be."""
+        kind = self._kind[call.unit.order]
+        if shape is None or kind not in self._asked:
+            return None
+        self._asked.discard(kind)
+        return CountedCall(call, shape, kind, self._measured)
+
+    def note_input(self, order: int, shape: Shape, nbytes: int) -> None:
+        """Note the bytes of the block's input in a batch of `shape`."""
+        if shape.tokens > self._inputs.get(self._kind[order], (0, 0))[0]:
+            self._inputs[self._kind[order]] = shape.tokens, nbytes
+
+    def inputs(self, shape: Shape | None) -> list[Input]:
+        """Return the inputs of blocks at `shape`, in the order of their calls, without kinds not seen yet."""
+        found = []
+        for order in sorted(self.orders):
+            tokens, nbytes = self._inputs.get(self._kind[order], (0, 0))
+            if tokens and shape is not None:
+                found.append(Input(order, -(-self.expected_calls(order) * nbytes * shape.tokens // tokens)))
+        return found
+
+    def input_bytes(self, shape: Shape | None) -> int:
+        """Return the bytes of all known inputs at `shape`."""
+        return sum(each.nbytes for each in self.inputs(shape))
+
+    def keepable(self, shape: Shape | None) -> list[Keepable]:
+        """Return the blocks that might be kept in a batch of `shape`; none before they have been measured."""
+        if shape is None:
+            return []
+        found = []
+        for order in self.orders:
+            measured = self._measured.get(self._kind[order])
+            if measured is not None and measured.alone:
+                calls = self.expected_calls(order)
+                mixtures = measured.mixtures if self._mixes else ()
+                mixed = tuple(each.times(calls * measured.saved.growth(shape)) for each in mixtures)
+                seconds = measured.again * self.times.seconds_of(order)
+                mixing_s = self.times.mixing_seconds_of(order)
+                found.append(Keepable(order, calls * int(measured.saved.at(shape)), seconds, mixed, mixing_s))
+        return found
+
+    def call_bytes(self, order: int, shape: Shape) -> int:
+        """Return the bytes of the saved tensors of one call of a block that has been measured."""
+        return int(self._measured[self._kind[order]].saved.at(shape))
+
+    def square_bytes(self, shape: Shape) -> float | None:
+        """Return the most bytes that a block has in tensors with an element for each pair of tokens of a sequence, in a
+        batch of `shape`. None where a block has not been measured: the script's checkpointing may not reach it."""
+        if not self._kinds or self._measured.keys() < self._kinds:
+            return None
+        return max(each.squares.at(shape) for each in self._measured.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of the block that has the most of them."""
+        return max((_gradient_bytes(unit) for unit in self._blocks), default=0)
+
+    def expected_calls(self, order: int) -> int:
+        """Return the expected number of calls of the block in one forward."""
+        return max(1, self._most_calls[order])
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    return sum(entry.numel * each.dtype.itemsize for each in (unit, *unit.parts) for _, entry in each.trainable)
+
+
+def _kind_of(unit: Unit) -> Hashable:
+    """Blocks of one class with weights of the same shapes save the same."""
+    return type(unit.spec.module), tuple(entry.shape for each in (unit, *unit.parts) for entry in each.layout.entries)
+
+
+class CallTimes:
+    """Times calls between `begin` and `take`, by marks on the compute stream. All methods are called by the thread that
+    computes; only `take` waits for the GPU."""
+
+    def __init__(self, device: Device, kind: Mapping[int, Hashable]) -> None:
+        """`kind`: the kind of each block, by `Unit.order`."""
+        self._device = device
+        self._kind = kind
+        self._is_timing = False
+        self._entered: dict[int, Marker] = {}
+        """Marks at which blocks have begun to compute."""
+        self._calls: list[_Call] = []
+        self._latest: _Call | None = None
+        """The last call, until the next block begins."""
+        self._seconds: dict[Hashable, float] = {}
+        """Seconds of a block's forwards in a step, by kind."""
+        self._plain_s: dict[tuple[Hashable, Shape | None], float] = {}
+        """Seconds of one call that keeps nothing or all, by kind and shape of the batch. The difference from a mixed
+        call is the cost of mixing."""
+        self._mixing_s: dict[Hashable, float] = {}
+        """Additional seconds of a block's forwards in a step where some results stay, by kind."""
+
+    def begin(self) -> None:
+        """Time calls from now on."""
+        self._calls.clear()
+        self._entered.clear()
+        self._latest = None
+        self._is_timing = True
+
+    def enter(self, order: int) -> None:
+        """Note that a block begins to compute with its weights: a recomputation has no wait for them."""
+        if not self._is_timing:
+            return
+        self._entered[order] = self._device.mark(timed=True)
+        if self._latest is not None:
+            self._latest.following, self._latest = self._entered[order], None
+
+    def leave(self, order: int, shape: Shape | None, *, is_mixed: bool) -> None:
+        """Note that a call of the block has ended, in a batch of `shape`. `is_mixed`: it has kept some results only."""
+        if (begun := self._entered.pop(order, None)) is not None:
+            self._latest = _Call(order, shape, begun, self._device.mark(timed=True), is_mixed)
+            self._calls.append(self._latest)
+
+    def end_forward(self) -> None:
+        """End the forward: the next block that begins to compute is not part of it."""
+        self._latest = None
+
+    def take(self) -> None:
+        """End the timing after a step, and compute the times of blocks. Waits for the GPU."""
+        self._device.synchronize()
+        blocks: dict[Hashable, set[int]] = {}
+        alike: dict[tuple[Hashable, Shape | None], list[_Call]] = {}
+        for each in self._calls:
+            kind = self._kind[each.order]
+            blocks.setdefault(kind, set()).add(each.order)
+            alike.setdefault((kind, each.shape), []).append(each)
+        self._seconds = dict.fromkeys(blocks, 0.0)
+        more: dict[Hashable, float] = {}
+        for (kind, shape), calls in alike.items():
+            plain = [each.seconds for each in calls if not each.is_mixed]
+            mixed = [each for each in calls if each.is_mixed]
+            if plain:
+                self._plain_s[kind, shape] = fmean(plain)
+            known = self._plain_s.get((kind, shape))
+            seconds = fmean(each.seconds for each in mixed) if known is None else known
+            calls_of_block = len(calls) / len(blocks[kind])
+            self._seconds[kind] += calls_of_block * seconds
+            if mixed and known is not None:
+                more[kind] = more.get(kind, 0.0) + calls_of_block * fmean(each.longer_than(known) for each in mixed)
+        self._mixing_s |= {kind: max(0.0, seconds) for kind, seconds in more.items()}
+        self._calls.clear()
+        self._is_timing = False
+
+    def seconds_of(self, order: int) -> float:
+        """Return the seconds of the block's forwards in a step; 0 as long as nothing has been timed."""
+        return self._seconds.get(self._kind[order], 0.0)
+
+    def mixing_seconds_of(self, order: int) -> float:
+        """Return the additional seconds where some results stay: a mode of the dispatcher takes host time, and a GPU
+        with small blocks waits for the host."""
+        return self._mixing_s.get(self._kind[order], 0.0)
+
+
+@dataclass
+class _Call:
+    """One timed call of a block's forward. `shape`: of the batch. `is_mixed`: it has kept some results only.
+    `following`: the mark at which the next block of the same forward has begun to compute, if one has."""
+
+    order: int
+    shape: Shape | None
+    begun: Marker
+    ended: Marker
+    is_mixed: bool
+    following: Marker | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.begun.seconds_until(self.ended)
+
+    def longer_than(self, seconds: float) -> float:
+        """Return the seconds that this call adds to a step beside a call of `seconds`. 0 where the GPU then waits for
+        the weights of the next block, since a shorter call would not bring them sooner. The first blocks of a forward
+        wait for their updates, and are mixed where these are in two passes. With 3 B in 24 GiB of an H100 each such
+        block took 7 ms longer, the time of its recomputation, and none was mixed any more
+        (benchmarks/results/2026-11-25_nvidia-h100_plan.md)."""
+        if self.following is not None and self.ended.seconds_until(self.following) > WAIT_S:
+            return 0.0
+        return self.seconds - seconds
