@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ds_slide import _native
-from ds_slide.store.ssd.bandwidth import Load, put_load
+from ds_slide.store.ssd.bandwidth import Load, OpenFile, put_load
 
 CEILING_SECONDS = 2.4
 # Each of its halves holds what a disk of 4 GB/s reads or writes in that time.
@@ -56,7 +56,8 @@ def full_file(folder: Path, nbytes: int) -> Iterator[Path]:
             file = io.open(str(path), nbytes)
             memory = buffers(DEPTH)
             load = Load("write", REQUEST_BYTES, DEPTH)
-            put_load(io, file, nbytes, (memory.data_ptr(), DEPTH), load, requests=nbytes // REQUEST_BYTES)
+            full = OpenFile(io, file, nbytes, memory.data_ptr(), DEPTH)
+            put_load(full, load, requests=nbytes // REQUEST_BYTES)
             io.sync(file)
         yield path
     finally:
@@ -90,7 +91,7 @@ def mixed_ceiling(path: Path, seconds: float) -> dict[str, Any]:
         file = io.open(str(path), 0)
         io.register_memory(memory.data_ptr(), memory.numel())
         load = Load("mixed", REQUEST_BYTES, AHEAD)
-        sample = put_load(io, file, nbytes, (memory.data_ptr(), count), load, seconds=seconds)
+        sample = put_load(OpenFile(io, file, nbytes, memory.data_ptr(), count), load, seconds=seconds)
         return {
             "gb_s": sample.gb_s,
             "read_gb_s": sample.read_bytes / sample.seconds / 1e9,

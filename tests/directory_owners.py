@@ -16,11 +16,12 @@ from ds_slide.store.directories.locked_directory import (
     LockedDirectory,
     make_locked,
     remove_dead,
-    require_known,
+    require_content,
 )
+from ds_slide.store.directories.owned_directory import Content
 
-FILES = re.compile(r"states")
-"""Names of what an owner keeps in its directory beside the lock."""
+FILES = re.compile(rf"states|{LOCK}")
+"""Names of what an owner keeps in its directory."""
 NAME = re.compile(r"ds_slide-.+-\d+-\d+-[0-9a-f]{12}")
 # A maker loses its directory only to a remover that looked within the microseconds between mkdir and flock.
 _ATTEMPTS = 1000
@@ -69,12 +70,8 @@ def remove_dead_runs(parent: int, parent_path: Path) -> None:
 
 
 def _check(path: Path, _parent: int, directory: int) -> str:
-    require_known(directory, lambda name, below, _level: not below and _is_ours(name), "run")
+    require_content(directory, Content("run", FILES))
     return path.name
-
-
-def _is_ours(name: str) -> bool:
-    return name == LOCK or FILES.fullmatch(name) is not None
 
 
 def _remove_own(made: LockedDirectory) -> None:

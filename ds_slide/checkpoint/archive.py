@@ -12,9 +12,8 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from torch.serialization import location_tag
 
 from ds_slide import __version__
-from ds_slide.checkpoint.sums import THREADS, Sum, regular_file, sum_of, total
+from ds_slide.checkpoint.sums import Sum, regular_file, sum_of, summed, total
 from ds_slide.errors import SlideError
 from ds_slide.report.log import size
 
@@ -31,7 +30,6 @@ Wrote = Callable[[int], None]
 _ROOT = "archive"
 _LIMIT = 0xFFFFFFFF  # of 32-bit fields; from here on zip64
 _VERSION, _UTF8, _STORED = 45, 1 << 11, 0
-_PADDING_ID = 0x4246  # torch's id of the extra field that aligns the data
 # 64 is torch's alignment. Large records start on pages, where mapping and reading them wastes nothing.
 _ALIGNMENT, _LARGE, _PAGE = 64, 1 << 16, 4096
 
@@ -72,10 +70,7 @@ class Archive:
                 sums = []
                 for record, offset in zip(self._records, self._offsets, strict=True):
                     data_offset = offset + len(self._local_header(record, offset, 0))
-                    if wrote is None:
-                        sums.append(_write_record(file.fileno(), record, data_offset))
-                    else:
-                        sums.append(_write_record_alone(file.fileno(), record, data_offset, wrote))
+                    sums.append(_write_record(file.fileno(), record, data_offset, wrote))
                     written = data_offset + record.nbytes
                 result = self._write_headers(file.fileno(), sums)
                 os.fsync(file.fileno())
@@ -104,7 +99,7 @@ class Archive:
         extra = struct.pack("<HHQQ", 1, 16, record.nbytes, record.nbytes) if large else b""
         alignment = _PAGE if record.nbytes >= _LARGE else _ALIGNMENT
         padding = -(offset + 30 + len(name) + len(extra) + 4) % alignment
-        extra += struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
+        extra += b"FB" + struct.pack("<H", padding) + bytes(padding)  # torch's field that aligns the data
         fields = (b"PK\3\4", _VERSION, _UTF8, _STORED, 0, 0, crc, size, size, len(name), len(extra))
         return struct.pack("<4s5H3I2H", *fields) + name + extra
 
@@ -138,26 +133,16 @@ def _central_header(record: Record, offset: int, crc: int) -> bytes:
     return struct.pack("<4s6H3I5H2I", *fields, 0, 0, 0, 0, min(offset, _LIMIT)) + name + extra
 
 
-def _write_record(descriptor: int, record: Record, offset: int) -> Sum:
-    """Sum and write the pieces in THREADS threads, while the caller's thread makes the next pieces."""
-    found = Sum()
-    pending: deque[Future[Sum]] = deque()
-    with ThreadPoolExecutor(THREADS) as pool:
+def _write_record(descriptor: int, record: Record, offset: int, wrote: Wrote | None) -> Sum:
+    """Sum and write the pieces in several threads, while the caller's thread makes the next pieces. With `wrote` the
+    caller's thread does all."""
+    if wrote is None:
+        found = summed(_sum_and_write, ((descriptor, piece, place) for piece, place in _placed(record, offset)))
+    else:
+        found = Sum()
         for piece, place in _placed(record, offset):
-            while len(pending) >= THREADS or (pending and pending[0].done()):
-                found += pending.popleft().result()
-            pending.append(pool.submit(_sum_and_write, descriptor, piece, place))
-        for future in pending:
-            found += future.result()
-    assert found.nbytes == record.nbytes, f"{record.name}: {found.nbytes} of {record.nbytes} bytes"
-    return found
-
-
-def _write_record_alone(descriptor: int, record: Record, offset: int, wrote: Wrote) -> Sum:
-    found = Sum()
-    for piece, place in _placed(record, offset):
-        found += _sum_and_write(descriptor, piece, place)
-        wrote(len(piece))
+            found += _sum_and_write(descriptor, piece, place)
+            wrote(len(piece))
     assert found.nbytes == record.nbytes, f"{record.name}: {found.nbytes} of {record.nbytes} bytes"
     return found
 
@@ -189,7 +174,6 @@ PIECE = 1 << 21
 """Elements in one piece of a planned tensor: 8 MiB of fp32. A few pieces are in flight."""
 MARK = "written_by_ds_slide"
 """The record that marks our files and holds the version. torch.load ignores it."""
-_PROTOCOL = 2  # torch.save's
 _STORAGE_KINDS = {
     torch.float32: torch.FloatStorage,
     torch.bfloat16: torch.BFloat16Storage,
@@ -265,7 +249,7 @@ class _Pickler(pickle.Pickler):
     """Pickles storages through `persistent_id` in torch's format."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=_PROTOCOL)
+        super().__init__(file, protocol=2)  # torch.save's
         self.storages: dict[str, Any] = {}
         self._keys: dict[int, str] = {}
 

@@ -129,11 +129,6 @@ class BackgroundSave:
 # Several threads copy the state buffers as they are stored (12 bytes a parameter, less with short moments). Training
 # waits only as long as memory needs for the copy. Making the file's fp32 values would take several times longer.
 
-_THREADS = 16
-"""The most threads: 8 to 16 cores reach the memory bandwidth of a socket."""
-_PIECE = 1 << 24
-"""Items that a thread copies at a time."""
-
 
 @dataclass(frozen=True)
 class _Copy:
@@ -167,7 +162,8 @@ class Snapshot:
     def take(self) -> None:
         """Copy the units, which have settled and do not change meanwhile. Raises SlideError where memory runs out."""
         memory = HostMemory(page_lock=False, huge_pages=True)
-        threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)) // local_ranks()))
+        # 8 to 16 cores reach the memory bandwidth of a socket.
+        threads = max(1, min(16, len(os.sched_getaffinity(0)) // local_ranks()))
         with ThreadPoolExecutor(threads, initializer=take_one_thread) as pool:
             pending: list[Future[Any]] = []
             for unit in self.units:
@@ -175,7 +171,7 @@ class Snapshot:
                 for name, dtype, items in self._state_buffers(unit):
                     copy, source = memory.tensor(items, dtype, transfers=False), unit.state.buffers[name]
                     state_buffers[name] = InMemory(copy)
-                    for span in pieces(items, _PIECE):
+                    for span in pieces(items, 1 << 24):
                         if source.tier == "host":
                             pending.append(pool.submit(copy[span].copy_, source.read(span)))
                         else:  # the disk has its own threads, and a copy from the GPU belongs to this thread's stream

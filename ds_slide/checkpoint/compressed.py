@@ -50,7 +50,7 @@ def planned(runtime: SlideRuntime) -> dict[str, Any] | None:
     return {
         "format": _FORMAT,
         "master_dtype": _master_dtype(runtime),
-        "next_check": dict(runtime.learning.next_check),
+        "next_check": dict(runtime.parts.learning.next_check),
         "units": {unit.name: {"projectors": _projectors(codec), **_moments(unit)} for unit, codec in units},
     }
 
@@ -113,7 +113,7 @@ def load(runtime: SlideRuntime, saved: Mapping[str, Any], mine: Mapping[str, Any
             was,
             now,
         )
-    runtime.learning.resume(saved["next_check"])
+    runtime.parts.learning.resume(saved["next_check"])
     device = runtime.device.torch
     for unit, codec in compressed_units(runtime.units):
         own = saved["units"][unit.name]

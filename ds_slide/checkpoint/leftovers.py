@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ds_slide.checkpoint.manifest import NAME as MANIFEST
 from ds_slide.errors import SlideError
-from ds_slide.store.directories.locked_directory import LOCK, remove_dead, remove_unlocked, require_known
-from ds_slide.store.directories.owned_directory import below, is_at, opened, owned, status_of
+from ds_slide.store.directories.locked_directory import LOCK, remove_dead, remove_unlocked, require_content
+from ds_slide.store.directories.owned_directory import Content, below, is_at, opened, owned, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ _NOT_PUT_BACK = (errno.EPERM, errno.EACCES, errno.EROFS)
 # The names of DeepSpeed's files at any depth (universal checkpoints have levels), and our own.
 _FILE_OF_TAG = re.compile(rf"[\w.-]+\.pt|{re.escape(MANIFEST)}")
 _FILE_BESIDE_TAG = re.compile(rf"{LOCK}|latest|\w+\.py|{re.escape(SAVING)}(publishing|rank\d+\.(json|new))")
+_TAG, _SAVE = Content("save", _FILE_OF_TAG, _FILE_OF_TAG), Content("save", _FILE_BESIDE_TAG, _FILE_OF_TAG)
 
 
 def checked_tag(tag: str) -> str:
@@ -90,7 +91,7 @@ def remove_dead_saves(save_dir: Path, parent: int) -> None:
                 remove_dead(save_dir / name, parent, _end_dead_save)
             elif (tag := replaced_tag(name)) is not None and _is_there(tag, parent):
                 with owned(name, parent) as directory:
-                    require_known(directory, _is_of_tag, "save")
+                    require_content(directory, _TAG)
                     remove_unlocked(name, parent, directory)
 
 
@@ -117,7 +118,7 @@ def _is_there(tag: str, parent: int) -> bool:
 
 
 def _end_dead_save(path: Path, parent: int, directory: int) -> str:
-    require_known(directory, _is_of_save, "save")
+    require_content(directory, _SAVE)
     logger.warning("removing %s, which a save that was killed has left", path)
     return rename_away(path, parent, directory)
 
@@ -136,13 +137,3 @@ def rename_away(path: Path, parent: int, directory: int) -> str:
 def ended_name(name: str) -> str:
     """Return the name that `rename_away` gives."""
     return name if name.endswith(_ENDED) else name + _ENDED
-
-
-def _is_of_tag(name: str, is_directory: bool, _level: int) -> bool:
-    return name.isprintable() if is_directory else _FILE_OF_TAG.fullmatch(name) is not None
-
-
-def _is_of_save(name: str, is_directory: bool, level: int) -> bool:
-    if level == 0 and not is_directory:
-        return _FILE_BESIDE_TAG.fullmatch(name) is not None
-    return _is_of_tag(name, is_directory, level)

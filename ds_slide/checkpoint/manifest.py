@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,8 +24,6 @@ from ds_slide.report.log import size
 
 NAME = "ds_slide_manifest.json"
 _FORMAT = 1
-_LIMIT = 16 << 20
-"""The most bytes of a manifest, enough for more than a hundred thousand files."""
 
 
 def _file_name(name: str) -> str:
@@ -58,12 +56,12 @@ class Manifest:
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
         """Read the manifest of a tag, None where it is missing. Raises SlideError where it cannot be read."""
-        path = directory / NAME
+        path, most = directory / NAME, 16 << 20  # bytes of more than a hundred thousand files
         try:
             with regular_file(path) as file:
-                data = file.read(_LIMIT + 1)
-            if len(data) > _LIMIT:
-                raise ValueError(f"more than {size(_LIMIT)}")
+                data = file.read(most + 1)
+            if len(data) > most:
+                raise ValueError(f"more than {size(most)}")
             value = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
             if isinstance(value, dict) and value.get("format") in range(_FORMAT + 1, 1000):
                 raise SlideError(
@@ -93,15 +91,16 @@ class Manifest:
         content = {"format": _FORMAT, "saved_at": self.saved_at, "files": files}
         write_durably(directory / NAME, json.dumps(content, indent=1).encode())
 
-    def check(self, directory: Path, contents_of: Callable[[str], bool]) -> None:
-        """Raise SlideError when a file is missing or has another size. If `contents_of(name)`, bytes are compared."""
+    def check(self, directory: Path, contents_of: Collection[str]) -> None:
+        """Raise SlideError when a file is missing or has another size. The bytes of the files `contents_of` are
+        compared."""
         for name, expected in self.files.items():
             path = directory / name
             try:
                 if more := path.stat().st_size - expected.nbytes:
                     by = f"{size(abs(more))} {'longer' if more > 0 else 'shorter'}"
                     raise _broken(path, f"is {by} than when it was saved ({size(expected.nbytes)})")
-                if contents_of(name) and (found := sum_of_file(path)) != expected:
+                if name in contents_of and (found := sum_of_file(path)) != expected:
                     raise _broken(path, f"has CRC-32 {found.crc:08x} instead of {expected.crc:08x}")
             except OSError as error:
                 raise _broken(path, f"cannot be read ({error.strerror})") from error
@@ -132,7 +131,7 @@ def newest_whole_tag(save_dir: Path, besides: Collection[str]) -> str | None:
             found.append((manifest.saved_at, tag, manifest))
     for _, tag, manifest in sorted(found, key=lambda item: item[0], reverse=True):
         try:
-            manifest.check(save_dir / tag, lambda _name: True)
+            manifest.check(save_dir / tag, manifest.files)
         except SlideError:
             continue
         return tag

@@ -18,7 +18,7 @@ import pickletools
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import torch
@@ -39,8 +39,6 @@ _listed: list[Any] = [
     (_empty_bytes, "builtins.bytes"),
     argparse.Namespace,  # the arguments of a script, saved by Megatron's clients of DeepSpeed
 ]
-_SHOWN = 5
-"""The most names in a message."""
 _IN_TORCHS_WORDS = (
     r"GLOBAL (\S+) was not an allowed",
     r"unsupported GLOBAL (\S+) whose",
@@ -85,16 +83,9 @@ def is_zip(file: BinaryIO) -> bool:
 
 def load_open(file: BinaryIO, path: str, map_location: Any, *, mapped: bool) -> Any:
     """Load `file`, opened at `path`. `mapped`: its tensors are maps of the file. Raises SlideError."""
-    # torch opens a mapped file by name. This name leads to the open file, whatever is at `path` now.
-    source: Any = f"/proc/self/fd/{file.fileno()}" if mapped else file
-
-    def read() -> Any:
-        file.seek(0)
-        return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
-
     with _lock:  # the process has one list: another thread must not remove names that this one still needs
         try:
-            return _read_allowed(read)
+            return _read_allowed(file, map_location, mapped=mapped)
         except pickle.UnpicklingError as error:
             with _allowed(users_numpy=True):
                 names = _refused_names(file, str(error))
@@ -124,7 +115,7 @@ def refused_names(pickled: bytes) -> list[str]:
                 names = sorted(get_unsafe_globals_in_checkpoint(buffer))
             if names or b"cnumpy" not in pickled:
                 return names
-            _read_allowed(lambda: _without_storages(pickled))  # numpy values are also refused for their content
+            _read_allowed(pickled)  # numpy values are also refused for their content
         except pickle.UnpicklingError as error:
             return _operation(str(error)) or _named_in(str(error)) or [_reason(error)]
         except Exception:  # a class of the user that cannot be made without its tensors' values
@@ -146,17 +137,27 @@ def _without_storages(pickled: bytes) -> Any:
     return reader.load()
 
 
-def _read_allowed(read: Callable[[], Any]) -> Any:
-    """Return what `read` unpickles. Where the stand-ins refuse a file, names of numpy that the user has allowed are
-    used in a second attempt: in the first a part of them would only replace stand-ins. Called under `_lock`."""
+def _read_allowed(source: BinaryIO | bytes, map_location: Any = None, *, mapped: bool = False) -> Any:
+    """Return the content of a file, or of a pickle without its storages. Where the stand-ins refuse it, names of numpy
+    that the user has allowed are used in a second attempt: in the first a part of them would only replace stand-ins.
+    Called under `_lock`."""
     try:
         with _allowed(users_numpy=False):
-            return in_numpys_own(read(), _classes())
+            return in_numpys_own(_read(source, map_location, mapped=mapped), _classes())
     except pickle.UnpicklingError:
         if not _users_numpy():
             raise
     with _allowed(users_numpy=True):
-        return in_numpys_own(read(), _classes())
+        return in_numpys_own(_read(source, map_location, mapped=mapped), _classes())
+
+
+def _read(source: BinaryIO | bytes, map_location: Any, *, mapped: bool) -> Any:
+    if isinstance(source, bytes):
+        return _without_storages(source)
+    source.seek(0)
+    # torch opens a mapped file by name. This name leads to the open file, whatever is at its path now.
+    where: Any = f"/proc/self/fd/{source.fileno()}" if mapped else source
+    return torch.load(where, map_location=map_location, weights_only=True, mmap=mapped)
 
 
 def _classes() -> tuple[type, ...]:
@@ -211,9 +212,9 @@ def _operation(message: str) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """Return names from a pickle in a form fit for a message."""
-    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} others"
+    """Return names from a pickle in a form fit for a message, five at most."""
+    shown, more = ", ".join(ascii(name[:200])[1:-1] for name in names[:5]), len(names) - 5
+    return f"{shown} and {more} others" if more > 0 else shown
 
 
 def _reason(error: Exception) -> str:

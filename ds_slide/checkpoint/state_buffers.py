@@ -37,7 +37,7 @@ def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
 def require_no_update(unit: Unit, what: str) -> None:
     """Raise SlideError where an update of the unit is under way: the first half of `require_stepped`. A caller that
     writes all weights may find weights of two steps."""
-    if unit.gradient_ready and not unit.state.has("gradient"):
+    if unit.gradient.ready and not unit.state.has("gradient"):
         raise SlideError(
             f"{what} between backward() and step() would meet {unit.name} after its update, which is under way "
             f"because clipping is off; call engine.step() first, or {HOLD_HINT}"

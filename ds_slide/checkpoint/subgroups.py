@@ -49,7 +49,7 @@ class SubGroups:
 
     def of(self, unit: Unit) -> Unit:
         """Wait for the pending update of `unit` and return the unit."""
-        self.runtime.settle(unit)
+        self.runtime.access.settle(unit)
         return unit
 
     def masters(self, states: States) -> list[Planned]:
@@ -93,10 +93,10 @@ class SubGroups:
     def load_masters(self, flats: Sequence[torch.Tensor], files: MappedFiles, *, rounded: bool = False) -> None:
         """Set weights and masters from `fp32_flat_groups`. `rounded`: round both to the model's dtype."""
         self._check(flats, "fp32_flat_groups")
-        self.runtime.begin_writing()
+        self.runtime.access.begin_writing()
         self._load(MASTER, flats, files, rounded=rounded)
         for unit in self.runtime.units:
-            self.runtime.weights_changed(unit)
+            self.runtime.access.weights_changed(unit)
 
     def load_optimizer_state(
         self, state_dict: dict[str, Any], param_groups: Sequence[dict[str, Any]], files: MappedFiles
@@ -131,7 +131,7 @@ class SubGroups:
     ) -> None:
         """Set one state of a unit in the order of the state buffers, with padding. The pieces start at a multiple of
         PIECE, so that state buffers with a scale for each group of elements get whole groups."""
-        self.runtime.settle(unit)
+        self.runtime.access.settle(unit)
         weights = unit.parameter_dtype
         for span in pieces(unit.layout.trainable_numel, PIECE):
             values = _values(unit, span, sources, files)

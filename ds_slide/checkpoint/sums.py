@@ -13,18 +13,13 @@ import os
 import stat
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ds_slide.errors import SlideError
-
-THREADS = 4
-SEGMENT = 8 << 20
-"""Bytes that a thread reads at once."""
-_POLYNOMIAL = 0xEDB88320
 
 
 @dataclass(frozen=True)
@@ -48,20 +43,24 @@ def total(sums: Iterable[Sum]) -> Sum:
 
 
 def sum_of_file(path: str | os.PathLike[str]) -> Sum:
-    """Read a file once, THREADS segments at a time. Raises OSError, and SlideError where it is no regular file."""
+    """Read a file once, in several threads. Raises OSError, and SlideError where it is no regular file."""
     with regular_file(path) as file:
-        descriptor = file.fileno()
+        descriptor, segment = file.fileno(), 8 << 20  # bytes that a thread reads at once
         size = os.fstat(descriptor).st_size
-        found = Sum()
-        pending: deque[Future[Sum]] = deque()
-        with ThreadPoolExecutor(THREADS) as pool:
-            for start in range(0, size, SEGMENT):
-                if len(pending) > THREADS:
-                    found += pending.popleft().result()
-                pending.append(pool.submit(_sum_of_segment, descriptor, start, min(SEGMENT, size - start)))
-            for future in pending:
-                found += future.result()
-        return found
+        starts = range(0, size, segment)
+        return summed(_sum_of_segment, ((descriptor, start, min(segment, size - start)) for start in starts))
+
+
+def summed(work: Callable[..., Sum], pieces: Iterable[tuple[Any, ...]]) -> Sum:
+    """Call `work`, which returns the sum of a piece, with the arguments of each of `pieces`, in four threads. Return
+    the sum of all in their order. At most four pieces are under way, because each is in memory."""
+    found, pending = Sum(), deque[Future[Sum]]()
+    with ThreadPoolExecutor(4) as pool:
+        for piece in pieces:
+            while len(pending) >= 4 or (pending and pending[0].done()):
+                found += pending.popleft().result()
+            pending.append(pool.submit(work, *piece))
+        return total([found, *(future.result() for future in pending)])
 
 
 def _sum_of_segment(descriptor: int, offset: int, nbytes: int) -> Sum:
@@ -82,7 +81,7 @@ def _multiply(a: int, b: int) -> int:
     for bit in range(31, -1, -1):
         if a >> bit & 1:
             product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)  # the polynomial of CRC-32
     return product
 
 
@@ -104,8 +103,6 @@ def _power(nbytes: int) -> int:
 # Opening a FIFO would block, opening a device may have effects, and a directory cannot be read. So only regular files
 # are opened. A symbolic link to one is followed: the Hub's cache consists of links to files.
 
-_NAME_LIMIT = 4096
-"""The most bytes of `latest`: no path is longer."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -128,13 +125,14 @@ def regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 def tag_in(path: Path) -> str:
     """Return the tag that a file such as `latest` names. Raises SlideError, which names the file."""
+    most = 4096  # no path is longer
     try:
         with regular_file(path) as file:
-            content = file.read(_NAME_LIMIT + 1)
+            content = file.read(most + 1)
     except OSError as error:
         raise _no_tag(path, f"cannot be read ({error.strerror})") from error
-    if len(content) > _NAME_LIMIT:
-        raise _no_tag(path, f"holds more than {_NAME_LIMIT:,} bytes")
+    if len(content) > most:
+        raise _no_tag(path, f"holds more than {most:,} bytes")
     try:
         tag = content.decode().strip()
     except UnicodeDecodeError as error:

@@ -88,14 +88,14 @@ class UniversalCheckpoint:
 
     def load(self, sub_groups: SubGroups, rank: int, keys: Sequence[str], *, rounded: bool = False) -> None:
         """Copy `rank`'s part of every state in `keys`. `rounded`: round masters to the model's dtype."""
-        sub_groups.runtime.begin_writing()
+        sub_groups.runtime.access.begin_writing()
         for unit in sub_groups.runtime.units:
             for key in keys:
                 files = MappedFiles()  # for these files only: later files may be mapped at the same addresses
                 sources = self._sources(unit, rank, key, files)
                 sub_groups.load_unit(unit, key, sources, files, rounded=rounded and key == MASTER)
         for unit in sub_groups.runtime.units:
-            sub_groups.runtime.weights_changed(unit)
+            sub_groups.runtime.access.weights_changed(unit)
 
     def _sources(self, unit: Unit, rank: int, key: str, files: MappedFiles) -> dict[nn.Parameter, Flat]:
         sources = {}

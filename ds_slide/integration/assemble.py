@@ -33,15 +33,14 @@ from ds_slide.plan.probe.file_mappings import FileMappings
 from ds_slide.plan.probe.host_room import groups, host_room, share_with
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.log import log
-from ds_slide.runtime.build import build_runtime
+from ds_slide.runtime.build import Blueprint, build_runtime
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.sharing import open_sharing
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.weights.rows import chunk_rows
-from ds_slide.runtime.weights.streamed_head import StreamedHead, check_is_outer, find_streamed_head
+from ds_slide.runtime.weights.rows import StreamedHead, check_streamed_head, chunk_rows, find_streamed_head
 from ds_slide.store.host_memory import require_page_locks
 
 Precisions = Mapping[nn.Parameter, Precision]
@@ -79,16 +78,8 @@ def assemble(
             require_page_locks(plan.host_bytes)
         kernels = apply_kernels(module, config.kernels, get_accelerator().device_name())
         log.debug("kernels: %s", kernels)
-        runtime = build_runtime(
-            module,
-            unit_plans,
-            plan,
-            settings,
-            ranks,
-            device,
-            DeepSpeedClients(ranks.rank, process_group),
-            sharing=sharing,
-        )
+        clients = DeepSpeedClients(ranks.rank, process_group)
+        runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))
@@ -121,7 +112,7 @@ def divided(
     def precision_of(parameter: nn.Parameter) -> Precision:
         return precisions.get(parameter) or Precision.declared(parameter)
 
-    head = find_streamed_head(module, world_size, settings, precision_of) if config.stream_head else None
+    head = find_streamed_head(module, world_size) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     apart = () if head is None else (head.path,)
 
@@ -130,7 +121,7 @@ def divided(
 
     structure = find_structure(module, config.blocks, apart, leaves, precision_of, is_compressed)
     if head is not None:
-        check_is_outer(head, structure)
+        check_streamed_head(head, structure, settings)
     if config.compression is not None and settings.trains:
         _check_compressed(config.compression, [part for part in structure.parts if part.compressed])
     specs = _in_forward_order(module, structure.units)

@@ -93,7 +93,7 @@ def load_checkpoint(
             universal: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=everything)
             if everything:
-                engine.optimizer.runtime.states_loaded()
+                engine.optimizer.runtime.access.states_loaded()
         return universal
     if tag is None and not os.path.lexists(directory / "latest"):
         stock: Loaded = type(engine).load_checkpoint(engine, load_dir)  # warns and loads nothing
@@ -109,7 +109,7 @@ def load_checkpoint(
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=True)
             if subspaces is not None:
                 compressed.load(engine.optimizer.runtime, *subspaces, reading.files)
-            engine.optimizer.runtime.states_loaded()
+            engine.optimizer.runtime.access.states_loaded()
         elif whole_model:
             engine.optimizer._restore_from_bit16_weights()
         else:
@@ -238,7 +238,7 @@ def _verify(engine: Any, directory: Path, tag: str, wanted: Wanted) -> None:
     if manifest is None:
         _check_that_none_is_due(engine, path, there)
     else:
-        manifest.check(path, lambda name: name in names)
+        manifest.check(path, names)
         manifest.check_listed(path, map(os.path.basename, there))
     _read_all(there)
     if not whole_model and os.path.lexists(states := engine._get_ckpt_name(str(directory), tag)):
@@ -323,7 +323,7 @@ def _reading(engine: Any) -> Iterator[Reading]:
 def _load_frozen(engine: Any, reading: Reading) -> None:
     """Set the weights of the parameters that the optimizer does not own."""
     optimizer = engine.optimizer
-    optimizer.runtime.begin_writing()
+    optimizer.runtime.access.begin_writing()
     written = {}
     for parameter, (unit, entry) in optimizer.protocol.places.items():
         saved = reading.frozen.get(engine.param_names[parameter])
@@ -334,14 +334,14 @@ def _load_frozen(engine: Any, reading: Reading) -> None:
                 f"the checkpoint holds {saved.numel():,} elements of {entry.name} on this rank instead of "
                 f"{entry.partition_numel:,}; load it with the model and the number of ranks that it was saved with"
             )
-        optimizer.runtime.settle(unit)
+        optimizer.runtime.access.settle(unit)
         flat = saved.detach().reshape(-1)
         for start in range(0, flat.numel(), PIECE):
             with reading.files.using(flat[start : start + PIECE]) as values:
                 write_frozen(unit, entry, start, values)
         written[unit.order] = unit
     for unit in written.values():
-        optimizer.runtime.weights_changed(unit)
+        optimizer.runtime.access.weights_changed(unit)
 
 
 def _load_weights(engine: Any, reading: Reading, load_dir: str, tag: str) -> None:

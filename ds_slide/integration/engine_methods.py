@@ -18,7 +18,6 @@ from torch import nn
 import ds_slide
 from ds_slide.report.log import log, no_blocks_line, size, start_line
 from ds_slide.runtime.core.calls import NO_TASK, graph_task
-from ds_slide.runtime.gradients.dropping import drop_gradients
 
 Event = tuple[str, float, int]
 
@@ -120,7 +119,7 @@ def drop_some(engine: Any, parameters: Sequence[nn.Parameter], *, set_to_none: b
     if all(id(parameter) in given for unit in runtime.units for parameter, _ in unit.trainable):
         drop_all(engine)
     elif not _is_accumulating(engine):
-        drop_gradients(runtime, given, to_none=set_to_none)
+        runtime.access.drop_gradients(given, to_none=set_to_none)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

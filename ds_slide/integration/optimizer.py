@@ -38,7 +38,7 @@ from ds_slide.optim.rule import Hyper
 from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.runtime.core.clients import AS_THEY_ARE
 from ds_slide.runtime.core.settings import RuntimeSettings
-from ds_slide.runtime.gradients.norm_watch import NormWatch
+from ds_slide.runtime.gradients.totals import NormWatch
 
 
 class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimizer_Stage3):
@@ -103,7 +103,7 @@ class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimize
         self._serve_sub_groups()
         self._empty_parameter_groups()
         self._link_all_hp_params()
-        self._norm_watch = NormWatch(self.runtime)
+        self._norm_watch = NormWatch(self.runtime.parts.context)
         self.parameter_offload = ParameterOffload(self.runtime, module, self.protocol)
         ownership.enter(self, module)
         self.newcomers = self.runtime.newcomers = Newcomers(self)
@@ -181,7 +181,7 @@ class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimize
         self.parameter_offload.require_hooks()
         self._leave_interrupted_backward()
         engine = None if self.engine is None else self.engine()
-        of_another = None if self.runtime.deferred or engine is None else part_in_backward(engine)
+        of_another = None if self.runtime.parts.deferred or engine is None else part_in_backward(engine)
         self.runtime.begin_backward(self._hypers(), 1.0 / float(self.loss_scale), of_another=of_another)
 
     def _leave_interrupted_backward(self) -> None:
@@ -203,7 +203,7 @@ class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimize
     def independent_gradient_partition_epilogue(self) -> None:
         self.runtime.end_backward()
         # Deferred updates leave the weights as they are until the step, and another graph may need them.
-        if not self.runtime.deferred:
+        if not self.runtime.parts.deferred:
             self.protocol.release()
         self._epilogue_ran_this_backward = True
 
@@ -245,13 +245,13 @@ class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimize
             self._norm_watch.check(wait=False)
             self.newcomers.require_no_gradient()
             self.protocol.release()  # parameters of forwards without a backward
-            if self.runtime.deferred:
+            if self.runtime.parts.deferred:
                 self._step_held()
             else:
                 self._step_under_way()
 
     def _step_held(self) -> None:
-        scaled_norm = math.sqrt(self.runtime.square_sum())
+        scaled_norm = math.sqrt(self.runtime.taking.square_sum())
         self.overflow = not math.isfinite(scaled_norm)
         scale = float(self.loss_scale)
         self._update_scale(self.overflow)
@@ -267,15 +267,15 @@ class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimize
     def _step_under_way(self) -> None:
         self.overflow = False
         hypers = self._hypers()
-        if hypers != list(self.runtime.gradients.hypers):
+        if hypers != list(self.runtime.parts.gradients.hypers):
             raise SlideError(
                 "the optimizer's hyper-parameters changed between backward() and step(), but with clipping off the "
                 'update has already begun under backward; change them before backward(), or set "ds_slide": '
                 '{"defer_updates": true}'
             )
-        self._global_grad_norm = self.runtime.norm_on_device()
+        self._global_grad_norm = self.runtime.taking.norm_on_device()
         self.runtime.step(hypers, 1.0)
-        self._norm_watch.note(self._global_grad_norm)
+        self._norm_watch.note(self._global_grad_norm, self.runtime.step_count)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the accumulation window that step() has not taken."""
@@ -291,10 +291,10 @@ class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimize
         statistics = self.runtime.parts.context.recorder.as_dict(self.runtime.parts.memory_report)
         own = {
             "kernels": self.kernels.as_dict(),
-            "update_passes": 2 if self.runtime.passes.two else 1,
+            "update_passes": 2 if self.runtime.parts.updating.passes.two else 1,
             "activations": dict(self.runtime.parts.spare.activations.statistics),
-            "speculation": self.runtime.speculating.statistics(),
-            "compression": self.runtime.learning.statistics(),
+            "speculation": self.runtime.parts.updating.speculating.statistics(),
+            "compression": self.runtime.parts.learning.statistics(),
         }
         return statistics and {**statistics, "pools": self.runtime.parts.pool_report(), **own}
 

@@ -63,9 +63,9 @@ def end(owner: Owner, module: nn.Module) -> None:
     and all of its states alive while the model lives."""
     for handle in owner.engine_hooks:
         handle.remove()
-    if owner.runtime.spoiled:
+    if owner.runtime.access.spoiled:
         partitions.mark_spoiled(
-            (parameter for unit in owner.runtime.units for parameter in unit.parameters), owner.runtime.spoiled
+            (parameter for unit in owner.runtime.units for parameter in unit.parameters), owner.runtime.access.spoiled
         )
     if leave(owner, module):
         refuse_forwards(module)
@@ -97,7 +97,7 @@ def end_earlier_engine(module: nn.Module) -> None:
         partitions.require_own_partitions(module)
     for owner in owners:
         for unit in owner.runtime.units:
-            owner.runtime.settle(unit)
+            owner.runtime.access.settle(unit)
         owner.destroy()
 
 
@@ -116,7 +116,7 @@ def _require_whole_weights(owner: Owner) -> None:
             "the model belongs to an engine that has weights on SSD, from where another engine cannot take them; "
             "build the model again, or load it, for the second deepspeed.initialize"
         )
-    if why := owner.runtime.why_spoiled():
+    if why := owner.runtime.access.why_spoiled():
         raise SlideError(
             f"the model belongs to an engine that has no whole weights to leave to another one, because {why}; call "
             "load_checkpoint() of that engine, or build the model again, before the second deepspeed.initialize"

@@ -83,7 +83,7 @@ class ParameterOffload:
         self.persistent_parameters: list[nn.Parameter] = []
         self.param_coordinator = Coordinator(protocol)
         self.fwd_pre_hook = _NoHook()
-        self.forward_hooks: list[Any] = list(runtime.hooks)
+        self.forward_hooks: list[Any] = list(runtime.hooks.attached)
         self.backward_hooks: list[Any] = []
         """Always empty: each of `forward_hooks` serves forward and backward."""
 
@@ -91,9 +91,9 @@ class ParameterOffload:
 
     def setup_zero_stage3_hooks(self) -> None:
         """Put the hooks into the model, and remove present ones."""
-        self._runtime.require_running("putting hooks into the model")
-        self._runtime.attach()
-        self.forward_hooks, self.backward_hooks = list(self._runtime.hooks), []
+        self._runtime.access.require_running("putting hooks into the model")
+        self._runtime.hooks.attach()
+        self.forward_hooks, self.backward_hooks = list(self._runtime.hooks.attached), []
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
         """Put the hooks into the model, as `setup_zero_stage3_hooks` does. `count` is stock's, and not needed."""
@@ -108,7 +108,7 @@ class ParameterOffload:
     """The name of that method before DeepSpeed 0.16.4."""
 
     def _remove_module_hooks(self) -> None:
-        self._runtime.detach()
+        self._runtime.hooks.detach()
         self.forward_hooks, self.backward_hooks = [], []
 
     def destroy(self) -> None:
@@ -117,8 +117,8 @@ class ParameterOffload:
 
     def require_hooks(self) -> None:
         """Raise SlideError for a training step of a model whose hooks were not put back, or whose engine has ended."""
-        self._runtime.require_running("backward()")
-        if not self.forward_hooks or not self._runtime.is_attached:
+        self._runtime.access.require_running("backward()")
+        if not self.forward_hooks or not self._runtime.hooks.are_there:
             raise SlideError(
                 "backward() without DS-Slide's hooks: they were removed from the model, as for generation, and not put "
                 f"back; call {_AGAIN}"
@@ -209,7 +209,7 @@ class SlideZeroOffload(ParameterOffload, DeepSpeedZeRoOffload):
         return {
             "memory": dict(parts.memory_report),
             "pools": parts.pool_report(),
-            "ssd": {} if parts.ssd is None else parts.ssd.statistics(),
+            "ssd": {} if parts.ssd is None else parts.ssd.store.statistics(),
             "kernels": self.kernels.as_dict(),
         }
 

@@ -96,7 +96,7 @@ class ParameterProtocol:
         matrix would stay there until the backward has ended. -> whether it is bound. A parameter that a script has cast
         gets a copy instead."""
         unit, _ = self.places[parameter]
-        if unit.resident is None or parameter.dtype != unit.parameter_dtype or not self._runtime.is_in_forward:
+        if unit.resident is None or parameter.dtype != unit.parameter_dtype or not self._runtime.access.is_in_forward:
             return False
         state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
         self._runtime.resident_weights.bind(unit)
@@ -157,10 +157,10 @@ class ParameterProtocol:
     def _own(self, parameter: Any) -> torch.Tensor:
         """Return this rank's elements of a parameter, as a script sees them."""
         unit, entry = self.places[parameter]
-        if self._runtime.has_ended:
+        if self._runtime.access.has_ended:
             own = read_left(parameter.ds_tensor, entry.name)
             return nn.functional.pad(own, (0, entry.partition_numel - own.numel()))
-        self._runtime.settle(unit)
+        self._runtime.access.settle(unit)
         span = state_buffers.local_span(entry)
         if unit.spec.precision.narrowed:
             return state_buffers.read_values(unit, state_buffers.MASTER, span)
@@ -206,8 +206,9 @@ class ParameterProtocol:
         parts = None if shared is None else shared.parts.get(unit.order)
         if parts is None or unit.spec.precision.narrowed or unit.state.change is not None:
             return None
-        self._runtime.settle(unit)
-        unit.await_others(unit.version)
+        self._runtime.access.settle(unit)
+        if unit.shared is not None:
+            unit.shared.await_others(unit, unit.version)
         return parts
 
     def release(self) -> None:
@@ -236,9 +237,9 @@ class ParameterProtocol:
                 absent_parameters.leave((parameter,))
                 whole = unit.resident[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
                 parameter.data = whole
-                if self._runtime.residents.is_kept(unit):
+                if self._runtime.bindings.residents.is_kept(unit):
                     absent_parameters.watch((parameter,))
-            elif not self._runtime.is_bound(unit):
+            elif not self._runtime.access.is_bound(unit):
                 parameter.data = self._runtime.parts.empty.tensors[unit.parameter_dtype]
                 set_availability([parameter], Binding.ABSENT)
 
@@ -253,14 +254,14 @@ class ParameterProtocol:
         """Make flat values this rank's elements of the weights. Elements that do not change keep their exact master.
         Collective where weights are shared."""
         runtime = self._runtime
-        if runtime.has_ended:
+        if runtime.access.has_ended:
             for parameter, own in values.items():
                 write_left(parameter.ds_tensor, own)
             return
         for parameter in values:
             self.settle(parameter)
         if values:
-            runtime.begin_writing()
+            runtime.access.begin_writing()
         written: dict[int, Unit] = {}
         for parameter, own in values.items():
             unit, entry = self.places[parameter]
@@ -268,12 +269,12 @@ class ParameterProtocol:
                 written[unit.order] = unit
         # Only after all writes: renewing a unit's GPU copy would undo writes to its other parameters.
         for unit in written.values():
-            runtime.weights_changed(unit)
+            runtime.access.weights_changed(unit)
 
     def settle(self, parameter: nn.Parameter) -> None:
         """Wait until no update of the parameter is under way."""
-        if not self._runtime.has_ended:
-            self._runtime.settle(self.places[parameter][0])
+        if not self._runtime.access.has_ended:
+            self._runtime.access.settle(self.places[parameter][0])
 
     def write_partition(self, parameter: Any, values: torch.Tensor) -> None:
         """Make the values that a script has put into `ds_tensor` this rank's elements of the weights."""
@@ -288,7 +289,7 @@ class ParameterProtocol:
                 f"{entry.name} has the shape {tuple(entry.shape)}, but the value given has {tuple(value.shape)}; give "
                 "a value of the parameter's shape"
             )
-        if not self._runtime.has_ended:
+        if not self._runtime.access.has_ended:
             state_buffers.require_stepped(self._runtime, unit, "writing to a parameter")
         self._write({parameter: self._part_of(parameter, value)})
 
@@ -367,7 +368,7 @@ class _Bringer:
         self._runtime = runtime
         self._unit = unit
         self._parameter = parameter
-        block.uses += 1
+        block.uses.begun += 1
         self._use = UseToken(block)
 
     def __call__(self, copy: torch.Tensor) -> None:

@@ -23,10 +23,11 @@ from ds_slide.integration.parameters import ParameterProtocol
 from ds_slide.integration.refused import require_own_layout
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.rule import UpdateRule
-from ds_slide.runtime.core.unit import SquareSum, Unit
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.update import SquareSum
 from ds_slide.runtime.ended import ENDED
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.gradients.norm_watch import NormWatch
+from ds_slide.runtime.gradients.totals import NormWatch
 
 _COUNTS = "ds_slide_update_counts"
 """Key of a checkpoint's optimizer states: update counts, by name, of the parameters that were off in some steps."""
@@ -53,7 +54,7 @@ class OptimizerStates:
     # ---- one parameter, for deepspeed.utils.safe_* -------------------------------------------------------------
     #
     # All tensors handed out are fp32 on the accelerator; `full` ones have the parameter's shape (collective). Setting a
-    # master is collective, too, because other ranks read the weights (`SlideRuntime.begin_writing`).
+    # master is collective, too, because other ranks read the weights (`StateAccess.begin_writing`).
 
     def get_local_fp32_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
         """Return the master, or the state of that key, of this rank's partition, [partition_numel]."""
@@ -64,7 +65,7 @@ class OptimizerStates:
         if optim_state_key is not None:
             require_own_layout(unit, "the optimizer state")
         state_buffers.require_stepped(self.runtime, unit, "reading a state")
-        self.runtime.settle(unit)
+        self.runtime.access.settle(unit)
         own = state_buffers.read_values(unit, self._known(optim_state_key), state_buffers.local_span(entry))
         return own.to(self.runtime.device.torch, copy=True)
 
@@ -79,14 +80,14 @@ class OptimizerStates:
         if optim_state_key is not None:
             require_own_layout(unit, "the optimizer state")
         state_buffers.require_stepped(self.runtime, unit, "writing a state")
-        self.runtime.settle(unit)
+        self.runtime.access.settle(unit)
         if optim_state_key is None:
-            self.runtime.begin_writing()
+            self.runtime.access.begin_writing()
         own = value.reshape(-1)[: entry.partition_numel].float()
         span = slice(entry.offset, entry.offset + own.numel())
         state_buffers.write_values(unit, self._known(optim_state_key), span, own)
         if optim_state_key is None:
-            self.runtime.weights_changed(unit)
+            self.runtime.access.weights_changed(unit)
 
     def set_full_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
         place = self._trainable(param)
@@ -112,12 +113,12 @@ class OptimizerStates:
         unit, entry = place
         own = value.reshape(-1)[: entry.partition_numel]
         self._settle_gradient(unit)
-        if not unit.gradient_ready:
+        if not unit.gradient.ready:
             # The unit's other parameters have no gradient; the buffer still has the last step's.
             unit.state.zero_gradient()
         unit.state.write("gradient", slice(entry.offset, entry.offset + own.numel()), own)
-        unit.square_sum = SquareSum()
-        unit.gradient_ready = True
+        unit.gradient.square_sum = SquareSum()
+        unit.gradient.ready = True
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
         place = self._trainable(param)
@@ -137,14 +138,14 @@ class OptimizerStates:
         return None if place is None else place[0].state.device
 
     def _trainable(self, parameter: nn.Parameter) -> tuple[Unit, Entry] | None:
-        self.runtime.require_running("reading or writing a state")
+        self.runtime.access.require_running("reading or writing a state")
         place = self.protocol.places[parameter]
         return place if place[1].trainable else None
 
     def _settle_gradient(self, unit: Unit) -> None:
         require_own_layout(unit, "the gradient")
         self.runtime.taking.require_held("reading or writing a gradient")
-        self.runtime.settle(unit)
+        self.runtime.access.settle(unit)
         self.runtime.parts.context.lanes.update.drain()  # an accumulation may be under way
 
     def _own(self, value: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -170,18 +171,18 @@ class OptimizerStates:
 
     def checkpoint_event_prologue(self) -> None:
         """Wait for pending updates and partition every parameter, as DeepSpeed saves and loads them."""
-        self.runtime.require_running("saving or loading a checkpoint")
+        self.runtime.access.require_running("saving or loading a checkpoint")
         self._norm_watch.check(wait=True)
         self.protocol.release()
         self.runtime.interruptions.notice()
         for unit in self.runtime.units:
             state_buffers.require_no_update(unit, "saving or loading a checkpoint")
         for unit in self.runtime.units:
-            self.runtime.settle(unit)
+            self.runtime.access.settle(unit)
         self.runtime.resident_weights.unbind_all()
 
     def checkpoint_event_epilogue(self) -> None:
-        self.runtime.reload_weights()
+        self.runtime.access.reload_weights()
         self.runtime.resident_weights.bind_all()
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,7 +193,7 @@ class OptimizerStates:
     def planned_state_dict(self, states: States | None = None) -> dict[str, Any]:
         """Return the `state_dict` with tensors that are made when they are written, from `states` or else the units."""
         states = states or self.sub_groups
-        counts = self.runtime.own_counts()
+        counts = self.runtime.access.own_counts()
         return {
             # DeepSpeed's format has one count for a sub-group. Stock reads only the keys that it knows.
             **({_COUNTS: counts} if counts else {}),
@@ -240,7 +241,7 @@ class OptimizerStates:
         if load_optimizer_states:
             groups = self.optimizer.param_groups
             step = self.sub_groups.load_optimizer_state(saved["optimizer_state_dict"], groups, files)
-            self.runtime.resume_after(step, saved.get(_COUNTS, {}))
+            self.runtime.access.resume_after(step, saved.get(_COUNTS, {}))
 
     def universal_checkpoint(self, path: Path) -> UniversalCheckpoint:
         """Return the universal checkpoint of a tag's directory, for this model."""
@@ -256,7 +257,7 @@ class OptimizerStates:
             for name, value in saved.scale.items():
                 setattr(self, name, value)
             load_settings(self.optimizer.param_groups, saved.param_groups)
-            self.runtime.resume_after(saved.step, {})
+            self.runtime.access.resume_after(saved.step, {})
 
     def refresh_fp32_params(self) -> None:
         """Make the low-precision weights the masters."""
@@ -264,7 +265,7 @@ class OptimizerStates:
 
     def _restore_from_bit16_weights(self) -> None:
         for unit in self.runtime.units:
-            self.runtime.settle(unit)
+            self.runtime.access.settle(unit)
             if unit.state.has("remainder") and not unit.spec.precision.narrowed:  # narrowed: written as masters
                 for span in state_buffers.pieces(unit.layout.trainable_numel, PIECE):
                     weight = unit.state.read("weight", span)

@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.build_activations import make_spare_memory
-from ds_slide.runtime.build_ssd import open_ssd, provide_buffers, read_ahead
+from ds_slide.runtime.build_ssd import open_ssd, provide_buffers
 from ds_slide.runtime.build_units import begin_codecs, join_parts, load_weights, make_unit
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.allocator import Allocator
@@ -39,7 +40,7 @@ from ds_slide.runtime.core.clients import Clients
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures
-from ds_slide.runtime.core.lanes import Lanes
+from ds_slide.runtime.core.lanes import Delay, Lanes, StreamWorker, UpdateWorker
 from ds_slide.runtime.core.ranks.board import open_board
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.conductor import Conductor
@@ -48,53 +49,56 @@ from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
 from ds_slide.runtime.core.ranks.sharing import Sharing
 from ds_slide.runtime.core.ranks.watchdog import Watchdog
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
-from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
 from ds_slide.runtime.core.unit import Empty, Unit
-from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.gradients.agreement import Agreement
+from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Staging
 from ds_slide.runtime.memory.states import RunningStates
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates, moved_bytes
+from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.updating import Updating
-from ds_slide.runtime.weights.gathers import Gathers
 from ds_slide.runtime.weights.rows import RowBuffers
-from ds_slide.runtime.weights.uploads import Uploads
+from ds_slide.runtime.weights.uploads import Gathers, Uploads
 from ds_slide.runtime.weights.window import Window
 from ds_slide.store.host_memory import HostMemory
 
 
-def build_runtime(
-    module: nn.Module,
-    unit_plans: Sequence[UnitPlan],
-    plan: Plan,
-    settings: RuntimeSettings,
-    ranks: Ranks,
-    device: Device,
-    clients: Clients,
-    sharing: Sharing | None = None,
-) -> SlideRuntime:
-    """Build and start a runtime. Raises SlideError when an allocation fails. `sharing`: the memory files of several
-    ranks that share weights in host memory. It is closed when the weights are mapped, and by the caller when that
-    fails."""
-    failures = Failures(Waits(device))
+@dataclass(frozen=True)
+class Blueprint:
+    """What an engine is built from. The host framework has divided the model, and the plan fits all budgets."""
+
+    unit_plans: Sequence[UnitPlan]
+    plan: Plan
+    settings: RuntimeSettings
+    ranks: Ranks
+    device: Device
+    clients: Clients
+    sharing: Sharing | None = None
+    """The memory files of several ranks that share weights in host memory. They are closed when the weights are mapped,
+    and by the caller of `build_runtime` when that fails."""
+
+
+def build_runtime(module: nn.Module, blueprint: Blueprint) -> SlideRuntime:
+    """Build and start a runtime. Raises SlideError when an allocation fails."""
+    unit_plans, settings, ranks = blueprint.unit_plans, blueprint.settings, blueprint.ranks
+    device, failures = blueprint.device, Failures(Waits(blueprint.device))
     ranks.watched_by(failures)
     device.expand_segments()
     if ranks.world_size > 1:
-        ranks.require_equal(_choices(unit_plans, plan, settings), "what is to be where")
+        ranks.require_equal(_choices(blueprint), "what is to be where")
     conductor, announcements = Conductor.of(ranks), None
     if conductor is not None and settings.trains:
         announcements = open_board(ranks, Agreement.width(len(unit_plans)))
     started = ExitStack()
     ssd: SsdStates | None = None
     try:
-        context = _context(unit_plans, plan, settings, ranks, device, clients, failures, sharing, started)
+        context = _context(blueprint, failures, started)
         ssd = open_ssd(context, unit_plans)
         units = _make_units(context, unit_plans, ssd)
-        parts = _wire(module, context, units, ssd)
+        parts = _parts(module, context, units, ssd)
         parts.announcements = announcements
         context.allocator.require_all_given()
         runtime = SlideRuntime(module, parts)
@@ -124,31 +128,49 @@ def build_runtime(
     return runtime
 
 
-def _context(
-    unit_plans: Sequence[UnitPlan],
-    plan: Plan,
-    settings: RuntimeSettings,
-    ranks: Ranks,
-    device: Device,
-    clients: Clients,
-    failures: Failures,
-    sharing: Sharing | None,
-    started: ExitStack,
-) -> Context:
+def _context(blueprint: Blueprint, failures: Failures, started: ExitStack) -> Context:
     """Make the context. `started`: gets the functions that end the threads, for the caller to use when the rest
     fails."""
-    recorder = StepRecorder(device, failures.traced, _trace(unit_plans, settings, ranks, device), rank=ranks.rank)
+    settings, ranks, device = blueprint.settings, blueprint.ranks, blueprint.device
+    recorder = StepRecorder(device, failures.traced, _trace(blueprint), rank=ranks.rank)
     memory = HostMemory(page_lock=device.is_cuda, huge_pages=settings.slide.huge_pages)
-    shared = None if sharing is None else SharedWeights(ranks, sharing, memory, len(unit_plans), failures)
+    shared = None
+    if blueprint.sharing is not None:
+        shared = SharedWeights(ranks, blueprint.sharing, memory, len(blueprint.unit_plans), failures)
     threads, cores = _update_threads(settings)
     updater = CpuUpdater(threads, cores, idle=not settings.trains)
     started.callback(updater.end_threads)
-    lanes = _make_lanes(settings, device, failures, recorder, unit_plans)
+    lanes = _make_lanes(blueprint, failures, recorder)
     for lane in (lanes.h2d, lanes.outer_h2d, lanes.d2h, lanes.update):
         started.callback(lane.close)
-    allocator = Allocator(plan.allocations, memory, device)
     return Context(
-        plan, settings, clients, ranks, device, failures, recorder, memory, allocator, shared, lanes, updater, threads
+        plan=blueprint.plan,
+        settings=settings,
+        clients=blueprint.clients,
+        ranks=ranks,
+        device=device,
+        failures=failures,
+        recorder=recorder,
+        memory=memory,
+        allocator=Allocator(blueprint.plan.allocations, memory, device),
+        shared=shared,
+        lanes=lanes,
+        updater=updater,
+        cpu_threads=threads,
+    )
+
+
+def _make_lanes(blueprint: Blueprint, failures: Failures, recorder: StepRecorder) -> Lanes:
+    settings, device, meters = blueprint.settings, blueprint.device, recorder.meters
+    debug, idle = settings.slide.debug, not settings.trains
+    delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
+    # Without updates this lane still uploads the chunks of a streamed head.
+    outer_idle = idle and not any(unit_plan.chunk_rows for unit_plan in blueprint.unit_plans)
+    return Lanes(
+        h2d=StreamWorker("h2d", device, failures, meters["h2d"], delays[0]),
+        outer_h2d=StreamWorker("h2d of outer modules", device, failures, meters[OUTER_H2D], delays[3], idle=outer_idle),
+        d2h=StreamWorker("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
+        update=UpdateWorker(device, failures, meters["update"], delays[2], idle=idle),
     )
 
 
@@ -168,14 +190,15 @@ def _make_units(context: Context, unit_plans: Sequence[UnitPlan], ssd: SsdStates
     return units
 
 
-def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ranks, device: Device) -> Trace | None:
+def _trace(blueprint: Blueprint) -> Trace | None:
     """Return the trace of the steps that the settings choose, with a file for every rank. Without an optimizer there
     are no steps, and the file belongs to the engine that trains with the same JSON."""
+    settings, ranks = blueprint.settings, blueprint.ranks
     request = trace_request(settings.slide.trace) if settings.trains else None
     if request is None:
         return None
-    names = [unit_plan.spec.name for unit_plan in unit_plans]
-    return Trace(request.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES, device)
+    names = [unit_plan.spec.name for unit_plan in blueprint.unit_plans]
+    return Trace(request.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES, blueprint.device)
 
 
 def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
@@ -186,9 +209,10 @@ def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
     return update_cores(slide.cpu_threads, slide.cpu_cores, local_rank, local_ranks())
 
 
-def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettings) -> dict[str, object]:
+def _choices(blueprint: Blueprint) -> dict[str, object]:
     """Return the decisions that all ranks must share, because they determine the collectives and their order."""
-    placement, model = plan.placement, repr([(unit.spec.name, unit.spec.precision, unit.layout) for unit in unit_plans])
+    plan, settings, placement = blueprint.plan, blueprint.settings, blueprint.plan.placement
+    model = repr([(unit.spec.name, unit.spec.precision, unit.layout) for unit in blueprint.unit_plans])
     return {
         "the digest of the model's layout": f"{zlib.crc32(model.encode()):08x}",
         "the units whose states are on the GPU": sorted(placement.on_gpu),
@@ -201,18 +225,20 @@ def _choices(unit_plans: Sequence[UnitPlan], plan: Plan, settings: RuntimeSettin
     }
 
 
-def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates | None) -> Parts:
+def _parts(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates | None) -> Parts:
+    """Make the parts, which share the context."""
     ranks, device, failures = context.ranks, context.device, context.failures
-    shared, allocator, lanes = context.shared, context.allocator, context.lanes
+    shared, allocator = context.shared, context.allocator
     if ssd is not None:
         provide_buffers(context, ssd)
-        context.recorder.watch_ssd(ssd.statistics)
+        context.recorder.watch_ssd(ssd.store.statistics)
     # Weights are uploaded into slots of the window, or into buffers that stay on the GPU.
     uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]
     window, slots = None, allocator.buffers(SLOTS)
     if streamed:
-        window = Window(device, lanes.h2d, failures, streamed, slots, uploads, read_ahead(ssd, context.settings))
+        ahead = ssd if ssd is not None and ssd.horizon else None
+        window = Window(context, streamed, slots, uploads, ahead)
     # Gradients leave the GPU through staging buffers and the pools.
     stagings = make_stagings(allocator, ranks.world_size, failures)
     ranks.connect(stagings[0].packed, stagings[0].own, context.settings.gradient_dtype)
@@ -228,6 +254,7 @@ def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates
         window=window,
         empty=Empty.on(device.torch, {unit.parameter_dtype for unit in units}),
         gradients=gradients,
+        learning=Learning(units, context),
         uploads=uploads,
         gathers=Gathers(ranks, _scratch(context, GATHERED), all_fit=all_fit),
         updating=updating,
@@ -235,27 +262,6 @@ def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates
         ssd=ssd,
         rows=_row_buffers(context, units),
         watchdog=_watchdog(context),
-    )
-
-
-def _make_lanes(
-    settings: RuntimeSettings,
-    device: Device,
-    failures: Failures,
-    recorder: StepRecorder,
-    unit_plans: Sequence[UnitPlan],
-) -> Lanes:
-    meters, debug, idle = recorder.meters, settings.slide.debug, not settings.trains
-    delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
-    # Without updates this lane still uploads the chunks of a streamed head.
-    nothing_for_outer = idle and not any(unit_plan.chunk_rows for unit_plan in unit_plans)
-    return Lanes(
-        h2d=StreamWorker("h2d", device, failures, meters["h2d"], delays[0]),
-        outer_h2d=StreamWorker(
-            "h2d of outer modules", device, failures, meters[OUTER_H2D], delays[3], idle=nothing_for_outer
-        ),
-        d2h=StreamWorker("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
-        update=UpdateWorker(device, failures, meters["update"], delays[2], idle=idle),
     )
 
 
@@ -268,20 +274,11 @@ def _scratch(context: Context, what: str) -> torch.Tensor | None:
 
 
 def _watchdog(context: Context) -> Watchdog | None:
-    timeout, ranks, stores = context.settings.slide.hang_timeout, context.ranks, context.stores
+    timeout, ranks = context.settings.slide.hang_timeout, context.ranks
     if not timeout:
         return None
     peers = Peers.of(ranks) if ranks.world_size > 1 else None
-
-    # Its thread must not keep the engine alive. So it refers to the list of stores, which may be filled later, and not
-    # to the parts that use them.
-    return Watchdog(
-        context.failures,
-        context.device,
-        timeout,
-        progress=[lambda: sum(map(moved_bytes, stores))],
-        peers=peers,
-    )
+    return Watchdog(context.failures, context.device, timeout, context.stores, peers)
 
 
 def make_stagings(allocator: Allocator, world_size: int, failures: Failures) -> list[Staging]:

@@ -18,7 +18,7 @@ from ds_slide.runtime.activations.moved_inputs import MovedInputs
 from ds_slide.runtime.build_ssd import space_for_inputs
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.context import Context
-from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.lanes import Delay, StreamWorker
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.memory.spare_memory import Budget, SpareMemory
 from ds_slide.runtime.updates.updating import Updating

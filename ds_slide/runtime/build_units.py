@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -51,11 +51,12 @@ def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) 
     """Make the unit with index `order`, with zeroed states. `ssd`: the states that are on SSD."""
     settings, precision, name = context.settings, unit_plan.spec.precision, unit_plan.spec.name
     several, on_gpu = context.ranks.world_size > 1, order in context.plan.placement.on_gpu
-    codec, held = unit_plan.codec, settings.held_of(precision)
-    state = _state_on_gpu(context, unit_plan, held or codec.dtype) if on_gpu else _state(context, unit_plan, order, ssd)
-    first = Future.kept(context.failures)
-    unit = Unit(unit_plan.spec, unit_plan.layout, unit_plan.parameters, state, order, first, codec, held)
-    unit.chunk_rows = unit_plan.chunk_rows
+    held = settings.held_of(precision)
+    if on_gpu:
+        state = _state_on_gpu(context, unit_plan, held or unit_plan.codec.dtype)
+    else:
+        state = _state(context, unit_plan, order, ssd)
+    unit = Unit(unit_plan, order, state, Future.kept(context.failures), held)
     unit.way_back = _way_back(context, unit, keeps_weight=several)
     unit.is_gathered = several and (context.shared is None or on_gpu or order in ssd.weights)
     if state.writes_change or (on_gpu and not several):
@@ -78,26 +79,24 @@ def _way_back(context: Context, unit: Unit, *, keeps_weight: bool) -> WayBack | 
 
 
 def _state_on_gpu(context: Context, unit_plan: UnitPlan, gradient_dtype: torch.dtype) -> UnitState:
-    def on_gpu(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype)
+    specs = context.settings.specs(unit_plan.dtype)
+    dtypes = {"weight": unit_plan.dtype, **{spec.name: spec.dtype for spec in specs}, "gradient": gradient_dtype}
+    buffers = {
+        name: context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype)
+        for name, dtype in dtypes.items()
+    }
+    return state_on_gpu(specs, buffers, context.device)
 
-    specs, weight = context.settings.specs(unit_plan.dtype), on_gpu("weight", unit_plan.dtype)
-    return state_on_gpu(specs, weight, gradient_dtype, on_gpu, context.device)
 
-
-def state_on_gpu(
-    specs: Sequence[StateBufferSpec],
-    weight: torch.Tensor,
-    gradient_dtype: torch.dtype,
-    take: Callable[[str, torch.dtype], torch.Tensor],
-    device: Device,
-) -> UnitState:
-    """Return states that are updated on the GPU. `take`: gives GPU memory for a state buffer, by its name."""
+def state_on_gpu(specs: Sequence[StateBufferSpec], buffers: Mapping[str, torch.Tensor], device: Device) -> UnitState:
+    """Return states that are updated on the GPU. `buffers`: GPU memory for the weights ("weight"), for the states of
+    `specs` and for the gradient ("gradient"), by name."""
+    on_gpu = {name: InMemory(buffer, "gpu") for name, buffer in buffers.items()}
     return UnitState(
         specs,
-        WeightsOnGpu(InMemory(weight, "gpu"), device.synchronize),
-        StatesInMemory(specs, {spec.name: InMemory(take(spec.name, spec.dtype), "gpu") for spec in specs}),
-        KeptOnGpu(InMemory(take("gradient", gradient_dtype), "gpu")),
+        WeightsOnGpu(on_gpu["weight"], device.synchronize),
+        StatesInMemory(specs, {spec.name: on_gpu[spec.name] for spec in specs}),
+        KeptOnGpu(on_gpu["gradient"]),
     )
 
 

@@ -8,16 +8,57 @@ end of the engine, and not with its last reference. Otherwise an engine of 50 M 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ds_slide.errors import SlideError
+from ds_slide.runtime.access import ENDED
+from ds_slide.runtime.core import running
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
 from ds_slide.store.in_memory import InMemory
 
-ENDED = "this engine has ended, by destroy() or by a later deepspeed.initialize of its model; use the new one"
+if TYPE_CHECKING:
+    from ds_slide.runtime.engine import SlideRuntime
 
 
-def why_incomplete(units: Sequence[Unit]) -> str:
+def end(runtime: SlideRuntime) -> None:
+    """Run the queued work, end the threads, remove the hooks. Harmless when called twice."""
+    parts, access = runtime.parts, runtime.access
+    context = parts.context
+    running.leave(runtime)
+    runtime.taking.leave()
+    if not access.has_ended:
+        access.spoiled = access.why_spoiled()
+    # The model keeps its weights as they are after the last confirmed update.
+    runtime.hooks.detach()
+    with suppress(SlideError):  # the failure of a lane, which has been reported
+        access.take_back(runtime.units)
+    runtime.parked.forget()
+    if runtime.rows is not None:
+        runtime.rows.close()
+    runtime.resident_weights.unbind_all()
+    why = context.failures.message
+    try:
+        with context.failures.waiting("the engine to end"):
+            parts.spare.activations.close()
+            _close_lanes(parts)
+            context.device.synchronize()
+            for pool in context.allocator.pools.values():
+                pool.close()
+            context.recorder.close()
+    finally:
+        # A later call of this engine would wait for lanes that have ended.
+        context.failures.end(ENDED)
+        if parts.watchdog is not None:
+            parts.watchdog.close(why)
+        if not access.has_ended:
+            access.has_ended = True
+            access.spoiled = access.spoiled or _why_incomplete(runtime.units)
+            _free_memory(parts)
+
+
+def _why_incomplete(units: Sequence[Unit]) -> str:
     """Return which update of weights in memory has not run, after the lanes have ended; empty where all have run."""
     for unit in units:
         if unit.state.weights.buffer.tensor is not None and not unit.updated.is_kept:
@@ -25,7 +66,7 @@ def why_incomplete(units: Sequence[Unit]) -> str:
     return ""
 
 
-def close_lanes(parts: Parts) -> None:
+def _close_lanes(parts: Parts) -> None:
     """End the lanes in the order of the flow of work, so that nothing queued is lost."""
     lanes, ssd, shared, failures = parts.context.lanes, parts.ssd, parts.context.shared, parts.context.failures
     if ssd is None:
@@ -49,7 +90,7 @@ def close_lanes(parts: Parts) -> None:
         ssd.close()
 
 
-def free_memory(parts: Parts) -> None:
+def _free_memory(parts: Parts) -> None:
     """Free states, gradients and buffers. The parameters keep the memory of the weights, because they have views of
     it."""
     for unit in parts.units:

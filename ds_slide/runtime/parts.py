@@ -9,13 +9,13 @@ from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.ranks.board import Board
 from ds_slide.runtime.core.ranks.watchdog import Watchdog
 from ds_slide.runtime.core.unit import Empty, Unit
+from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.memory.spare_memory import SpareMemory
 from ds_slide.runtime.ssd.ssd import SsdStates
 from ds_slide.runtime.updates.updating import Updating
-from ds_slide.runtime.weights.gathers import Gathers
 from ds_slide.runtime.weights.rows import RowBuffers
-from ds_slide.runtime.weights.uploads import Uploads
+from ds_slide.runtime.weights.uploads import Gathers, Uploads
 from ds_slide.runtime.weights.window import Window
 
 
@@ -30,6 +30,7 @@ class Parts:
     window: Window | None
     empty: Empty
     gradients: Gradients
+    learning: Learning
     uploads: Uploads
     gathers: Gathers
     updating: Updating

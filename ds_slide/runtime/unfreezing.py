@@ -35,7 +35,7 @@ from ds_slide.report.log import size
 from ds_slide.runtime.build import make_stagings
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.allocator import Allocator
-from ds_slide.runtime.core.deferred_interrupt import deferred_interrupt
+from ds_slide.runtime.core.running import deferred_interrupt
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.memory.tier_moves import move
@@ -203,10 +203,10 @@ def _require_room(runtime: SlideRuntime, plan: Plan, limits: Limits, name: str) 
 
 def _settle(runtime: SlideRuntime, changes: Sequence[_Change]) -> None:
     """Wait until no lane, rank or stream uses the units or the buffers of gradients."""
-    runtime.take_back(runtime.units)
+    runtime.access.take_back(runtime.units)
     for change in changes:
-        runtime.settle(change.unit)
-    runtime.begin_writing()
+        runtime.access.settle(change.unit)
+    runtime.access.begin_writing()
     workers = runtime.parts.context.lanes
     for lane in (workers.d2h, workers.update, workers.h2d, workers.outer_h2d):
         lane.drain()
@@ -273,7 +273,7 @@ def _show(runtime: SlideRuntime, unit: Unit) -> None:
     """Give the new places of the unit's parameters to the window and to other users of them."""
     if runtime.parts.window is not None:
         runtime.parts.window.lay_out_anew(unit)
-    runtime.weights_changed(unit)
+    runtime.access.weights_changed(unit)
     runtime.parts.context.clients.adopt(unit)
     if unit.resident is not None:
         runtime.resident_weights.bind(unit)

@@ -26,20 +26,18 @@ class HostMemory:
         self.pinned_bytes = 0
         self._tensors: list[torch.Tensor] = []
 
-    def tensor(self, numel: int, dtype: torch.dtype, *, transfers: bool) -> torch.Tensor:
-        """A zeroed flat tensor. `transfers`: the GPU copies from or to it, so it is page-locked."""
-        return self._tensor(None, numel, dtype, transfers, counts=True)
-
-    def mapped(
-        self, descriptor: int, offset: int, numel: int, dtype: torch.dtype, *, transfers: bool, counts: bool = True
+    def tensor(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        transfers: bool,
+        place: tuple[int, int] | None = None,
+        counts: bool = True,
     ) -> torch.Tensor:
-        """A flat tensor over a part of a memory file. `counts`: this process has brought the memory, no other."""
-        return self._tensor((descriptor, offset), numel, dtype, transfers, counts=counts)
-
-    def _tensor(
-        self, place: tuple[int, int] | None, numel: int, dtype: torch.dtype, transfers: bool, *, counts: bool
-    ) -> torch.Tensor:
-        """`place`: descriptor and offset of memory in a file, None for new memory."""
+        """A zeroed flat tensor. `transfers`: the GPU copies from or to it, so it is page-locked. `place`: a descriptor
+        and the offset of memory in that file, None for new memory. `counts`: this process has brought the memory, no
+        other."""
         from ds_slide import _native
 
         if numel == 0:
@@ -47,10 +45,8 @@ class HostMemory:
         size = numel * dtype.itemsize
         pin = self._page_lock and transfers
         try:
-            if place is None:
-                slab = _native.Slab(size, pin, self._huge_pages)
-            else:
-                slab = _native.Slab(*place, size, pin, self._huge_pages)
+            options = (size, pin, self._huge_pages)
+            slab = _native.Slab(*options) if place is None else _native.Slab(place[0], place[1], *options)
         except (RuntimeError, MemoryError, ValueError) as error:
             raise self.refusal(size, transfers, error) from error
         whole = torch.frombuffer(slab, dtype=torch.uint8, count=size)
@@ -108,9 +104,6 @@ class HostMemory:
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory that a process has allocated but not touched yet. The operating system still counts it as free.
 
-_LOOK_PAGES = 1 << 20
-"""Pages of one call of mincore, which returns a byte a page."""
-
 
 def untouched_bytes(ranges: Iterable[tuple[int, int]]) -> int:
     """Return how many bytes of page-aligned memory, given as (address, bytes), were never touched. A page that was
@@ -119,9 +112,9 @@ def untouched_bytes(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def _untouched_pages(address: int, pages: int) -> int:
-    untouched = 0
-    for first in range(0, pages, _LOOK_PAGES):
-        count = min(_LOOK_PAGES, pages - first)
+    untouched, most = 0, 1 << 20  # pages of one call of mincore, which returns a byte a page
+    for first in range(0, pages, most):
+        count = min(most, pages - first)
         present = ctypes.create_string_buffer(count)
         start, length = address + first * mmap.PAGESIZE, count * mmap.PAGESIZE
         if _mincore()(ctypes.c_void_p(start), ctypes.c_size_t(length), present) == 0:
@@ -147,9 +140,6 @@ def _mincore() -> Any:
 # a run takes memory.
 
 _STATUS = Path("/proc/self/status")
-_CAP_IPC_LOCK = 1 << 14
-# The trial registers this many bytes more than the limit.
-_BEYOND = 4 << 20
 # A trial beyond a higher limit is skipped, because it takes 0.35 s a GiB. If the driver keeps to such a limit, the
 # error comes while the states are placed.
 _HIGHEST_ASKED = 1 << 30
@@ -170,7 +160,7 @@ def require_page_locks(nbytes: int) -> None:
     if limit is None or nbytes <= limit or limit > _HIGHEST_ASKED:
         return
     try:
-        _native.Slab(limit + _BEYOND, True, False).close()
+        _native.Slab(limit + (4 << 20), True, False).close()
     except RuntimeError as error:
         raise SlideError(
             f"host tier: the GPU copies from up to {size(nbytes)} of page-locked memory, but RLIMIT_MEMLOCK "
@@ -183,5 +173,5 @@ def _is_exempt() -> bool:
     """Whether this process has the capability CAP_IPC_LOCK, as root has."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) & _CAP_IPC_LOCK)
+            return bool(int(line.split()[1], 16) >> 14 & 1)  # CAP_IPC_LOCK is bit 14
     return False

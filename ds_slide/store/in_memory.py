@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from ds_slide.model.layout import UnitLayout, pieces
 from ds_slide.store.state_buffers import StateBufferSpec, items_of
-from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways, WeightView
+from ds_slide.store.tiers import GradientSink, Held, OptimizerStates, StateBuffer, Tier, Weights
 
 
 @dataclass(eq=False)
@@ -66,39 +66,13 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class WeightsInMemory:
+class WeightsInMemory(Weights):
     """`Weights` in host memory."""
 
-    buffer: InMemory
+    buffer: InMemory | PartOfWhole
 
-    def reserve(self, count: int) -> None: ...
-
-    def lease(
-        self,
-        update: Lessee,  # noqa: ARG002 - they are always there
-        use: Callable[[WeightView], None],
-        *,
-        reserved: bool,  # noqa: ARG002
-    ) -> None:
-        use(lambda: self.buffer.tensor)
-
-    def put_back(self, span: slice) -> None: ...
-
-    def press(self) -> None: ...
-
-    def for_upload(self, copied: Callable[[], None]) -> AbstractContextManager[torch.Tensor]:  # noqa: ARG002
-        return nullcontext(self.buffer.tensor)
-
-    def to_fill(self) -> AbstractContextManager[torch.Tensor]:
-        return nullcontext(self.buffer.tensor)
-
-    def own_part(self, uploaded: torch.Tensor) -> torch.Tensor:
-        return uploaded
-
-    def hurry(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def drain(self) -> None: ...
+    def leased(self, buffer: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002 - they are always there
+        return self.buffer.tensor
 
 
 @dataclass(frozen=True)
@@ -115,32 +89,19 @@ class WeightsOnGpu(WeightsInMemory):
 
 
 @dataclass(frozen=True)
-class StatesInMemory:
+class StatesInMemory(OptimizerStates):
     """`OptimizerStates` in memory of the host or the GPU."""
 
     specs: Sequence[StateBufferSpec]
     buffers: Mapping[str, InMemory]
 
-    def spans(self, wanted: Sequence[slice]) -> list[slice]:
-        return list(wanted)
-
-    def lease(self, index: int, update: Lessee, use: Callable[[Views], None]) -> None:  # noqa: ARG002
-        use(self._views)
-
-    def put_back(self, index: int) -> None: ...
-
-    def hurry(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def drain(self) -> None: ...
-
-    def _views(self, span: slice) -> dict[str, torch.Tensor]:
+    def leased(self, index: int, buffer: torch.Tensor | None, span: slice) -> dict[str, torch.Tensor]:  # noqa: ARG002
         return {spec.name: items_of(self.buffers[spec.name].tensor, spec.cut(span)) for spec in self.specs}
 
 
 @dataclass(frozen=True)
-class HeldInMemory:
-    """`Held` in host memory, and its sink."""
+class HeldInMemory(Held):
+    """`Held` in host memory."""
 
     gradient: InMemory
 
@@ -148,11 +109,9 @@ class HeldInMemory:
     def buffers(self) -> Mapping[str, StateBuffer]:
         return {"gradient": self.gradient}
 
-    def choose(self, ways: Ways[T]) -> T:
-        return ways.held(self)
-
-    def take(self, copy: Use, stage: Callable[[Use], None]) -> None:  # noqa: ARG002
-        copy(self.gradient.tensor)
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.gradient.tensor
 
     @contextmanager
     def sum(self, *, first: bool) -> Iterator[torch.Tensor]:
@@ -165,7 +124,7 @@ class HeldInMemory:
 
 
 @dataclass(frozen=True)
-class KeptOnGpu:
+class KeptOnGpu(GradientSink):
     """The sink of a unit that is updated on the GPU."""
 
     gradient: InMemory
@@ -174,27 +133,16 @@ class KeptOnGpu:
     def buffers(self) -> Mapping[str, StateBuffer]:
         return {"gradient": self.gradient}
 
-    def choose(self, ways: Ways[T]) -> T:
-        return ways.on_gpu(self.gradient.tensor)
 
-
-@dataclass(frozen=True)
-class NotHeld:
+class NotHeld(GradientSink):
     """The sink of a unit whose update begins when its gradient arrives."""
-
-    @property
-    def buffers(self) -> Mapping[str, StateBuffer]:
-        return {}
-
-    def choose(self, ways: Ways[T]) -> T:
-        return ways.at_once()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # State buffers of weights that every rank has whole on its GPU, where each rank updates all of them by itself.
 #
 # Readers and writers from outside see this rank's part in the unit's local layout, like in any other unit. After a
-# write all parts are gathered, which makes the other ranks' copies the same again (`SlideRuntime.weights_changed`).
+# write all parts are gathered, which makes the other ranks' copies the same again (`StateAccess.weights_changed`).
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +200,7 @@ class PartOfWhole:
 class PartOfWeightsOnGpu(WeightsOnGpu):
     """`Weights` that every rank has whole."""
 
-    buffer: PartOfWhole  # type: ignore[assignment]
+    buffer: PartOfWhole
 
     @contextmanager
     def to_fill(self) -> Iterator[torch.Tensor]:

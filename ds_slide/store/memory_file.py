@@ -66,7 +66,8 @@ class SharedHostMemory:
         except OSError as error:
             raise self._memory.refusal(nbytes, transfers, error) from error
         self.ranges.append(added)
-        return self._memory.mapped(self._file.descriptor, added.offset, numel, dtype, transfers=transfers)
+        place = (self._file.descriptor, added.offset)
+        return self._memory.tensor(numel, dtype, transfers=transfers, place=place)
 
 
 def map_bytes(descriptor: int, part: Range) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,10 +12,7 @@ import torch
 from ds_slide.optim.low_precision import to_fp32, with_scales
 from ds_slide.optim.rule import StateSpec
 from ds_slide.store.state_buffers import StateBuffers, StateBufferSpec, items_of, scales_of
-from ds_slide.store.tiers import GradientSink, Lessee, OptimizerStates, StateBuffer, Views, Weights, WeightView
-
-Leased = Callable[[], StateBuffers]
-"""Makes the views that an update works on. Called where it runs."""
+from ds_slide.store.tiers import GradientSink, Lessee, OptimizerStates, StateBuffer, Weights
 
 
 @dataclass(frozen=True)
@@ -82,24 +80,14 @@ class UnitState:
         """Announce `count` leases, which follow as soon as their gradient is in host memory."""
         self.written.reserve(count)
 
-    def lease(self, index: int, span: slice, update: Lessee, use: Callable[[Leased], None], *, reserved: bool) -> None:
+    def lease(
+        self, index: int, span: slice, update: Lessee, use: Callable[[SpanLease], None], *, reserved: bool
+    ) -> None:
         """Call `use`, at once or later on any thread, when the parameters `span` are in memory in all state buffers.
-        `put_back` follows. `index`: the number of the span in the unit. `update`: the update that leases them, once the
-        update before has put its leases back. `reserved`: whether `reserve` has announced the lease."""
-
-        def with_weights(weight: WeightView) -> None:
-            def with_states(views: Views) -> None:
-                use(lambda: StateBuffers(items_of(weight(), span), views(span)))
-
-            self.optimizer.lease(index, update, with_states)
-
+        `SpanLease.put_back` follows. `index`: the number of the span in the unit. `update`: the update that leases
+        them, once the update before has put its leases back. `reserved`: whether `reserve` has announced the lease."""
         # Every update takes the weights first: two updates that each hold one part would wait for ever for the other.
-        self.written.lease(update, with_weights, reserved=reserved)
-
-    def put_back(self, index: int, span: slice) -> None:
-        """End a lease after its update. Called by the update lane."""
-        self.optimizer.put_back(index)
-        self.written.put_back(span)
+        self.written.lease(SpanLease(self, index, span, update, use), reserved=reserved)
 
     def state_buffers(self, span: slice) -> StateBuffers:
         """Return views of the parameters `span`, for an update in place."""
@@ -107,12 +95,13 @@ class UnitState:
             self.raw("weight", span), {spec.name: self.raw(spec.name, spec.cut(span)) for spec in self.specs}
         )
 
-    # ---- for readers and writers, who have waited for the unit (`SlideRuntime.settle`)
+    # ---- for readers and writers, who have waited for the unit (`StateAccess.settle`)
 
-    def settle(self, updated: Callable[[], None]) -> None:
-        """Call `updated`, which waits for the pending update. Then wait for its writes and empty the other buffers."""
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Let the caller wait for the pending update. Then wait for its writes and empty the other buffers."""
         with self.written.hurry(), self.optimizer.hurry():
-            updated()
+            yield
         self.drain()
 
     def drain(self) -> None:
@@ -161,6 +150,39 @@ class UnitState:
     def _scale_of(self, name: str) -> StateBufferSpec | None:
         """Return the state buffer of a state's scales, None for state buffers without scales."""
         return next((spec for spec in self.specs if spec.name == scales_of(name)), None)
+
+
+@dataclass(eq=False)
+class SpanLease:
+    """The state buffers of one span of a unit, which an update has to itself from `UnitState.lease` to `put_back`."""
+
+    state: UnitState
+    index: int
+    span: slice
+    update: Lessee
+    _use: Callable[[SpanLease], None]
+    _weights: torch.Tensor | None = None
+    _states: torch.Tensor | None = None
+
+    def have_weights(self, buffer: torch.Tensor | None) -> None:
+        self._weights = buffer
+        self.state.optimizer.lease(self)
+
+    def have_states(self, buffer: torch.Tensor | None) -> None:
+        self._states = buffer
+        self._use(self)
+
+    def state_buffers(self) -> StateBuffers:
+        """Return the views that the update works on. Called where it runs."""
+        weight = self.state.written.leased(self._weights)
+        return StateBuffers(
+            items_of(weight, self.span), self.state.optimizer.leased(self.index, self._states, self.span)
+        )
+
+    def put_back(self) -> None:
+        """End the lease after its update. Called by the update lane."""
+        self.state.optimizer.put_back(self.index)
+        self.state.written.put_back(self.span)
 
 
 def _groups(span: slice, group: int, numel: int) -> slice:

@@ -7,30 +7,24 @@ The states of a unit have three parts. Each part is in one tier, independent of 
     GradientSink       held in host memory, held on SSD, kept on the GPU, or passed straight to its update
 
 `ds_slide.store.in_memory` and `ds_slide.store.ssd.unit` implement them. A lease is asynchronous, because states on SSD
-have to be read first. The part calls `use` at once or from the thread that has completed the read.
+have to be read first. The part tells the lease at once, or from the thread that has completed the read.
+
+The classes are bases with the methods of states in memory, most of which have nothing to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Protocol
 
 import torch
 
 Tier = Literal["host", "gpu", "ssd"]
-T = TypeVar("T")
-
-Use = Callable[[torch.Tensor], None]
-WeightView = Callable[[], torch.Tensor]
-"""Makes a view of the leased weights of a unit. Called where the update runs."""
-Views = Callable[[slice], dict[str, torch.Tensor]]
-"""Makes views of the leased parameters in every optimizer state buffer, by name. Called where the update runs."""
 
 
 class StateBuffer(Protocol):
-    """One state buffer. Its readers and writers have waited for the unit (`SlideRuntime.settle`) and have it to
+    """One state buffer. Its readers and writers have waited for the unit (`StateAccess.settle`) and have it to
     themselves."""
 
     @property
@@ -66,113 +60,117 @@ class Lessee(Protocol):
     """Whether a thread waits for this update."""
 
 
-class Weights(Protocol):
+class Lease(Protocol):
+    """The lease of one span of a unit (`ds_slide.store.state.SpanLease`): first its weights, then its optimizer states.
+    Both methods get the host buffer that the part was read into, None for a part in memory."""
+
+    index: int
+    """The number of the span in the unit."""
+    update: Lessee
+
+    def have_weights(self, buffer: torch.Tensor | None) -> None: ...
+    def have_states(self, buffer: torch.Tensor | None) -> None: ...
+
+
+class Weights:
     """The weights' state buffer of a unit ([local_numel], in the unit's local layout)."""
 
-    @property
-    def buffer(self) -> StateBuffer: ...
+    buffer: StateBuffer
 
     def reserve(self, count: int) -> None:
         """Announce `count` leases, which only the disk and updates can still delay."""
-        ...
 
-    def lease(self, update: Lessee, use: Callable[[WeightView], None], *, reserved: bool) -> None:
-        """Call `use` once all weights are in memory. `put_back` follows. `reserved`: whether `reserve` announced it."""
-        ...
+    def lease(self, lease: Lease, *, reserved: bool) -> None:  # noqa: ARG002
+        """Tell `lease` once all weights are in memory. `put_back` follows. `reserved`: whether `reserve` announced
+        it."""
+        lease.have_weights(None)
+
+    def leased(self, buffer: torch.Tensor | None) -> torch.Tensor:
+        """Return all weights of a lease that has `buffer`. Called where the update runs."""
+        raise NotImplementedError
 
     def put_back(self, span: slice) -> None:
         """Accept the parameters `span` back after their update."""
-        ...
 
     def press(self) -> None:
         """Make pending reads urgent: a thread waits for an update that needs these weights."""
-        ...
 
-    def for_upload(self, copied: Callable[[], None]) -> AbstractContextManager[torch.Tensor]:
-        """Yield all weights in host memory, for a lane that copies them to the GPU. `copied` waits for that copy. It is
-        called at the end where the buffer is then given to other users."""
-        ...
+    def for_upload(self) -> AbstractContextManager[torch.Tensor]:
+        """Lend all weights in host memory to a lane that copies them to the GPU. Where the buffer is on SSD, the host
+        memory is given to other users at the end, so the lane waits for its copy before."""
+        return nullcontext(self.leased(None))
 
     def to_fill(self) -> AbstractContextManager[torch.Tensor]:
         """Yield memory for all weights, and store them at the end. Used once, when the unit is built."""
-        ...
+        return nullcontext(self.leased(None))
 
     def own_part(self, uploaded: torch.Tensor) -> torch.Tensor:
         """Return this rank's part on the GPU for the gather. `uploaded`: the part after `for_upload`."""
-        ...
+        return uploaded
 
     def hurry(self) -> AbstractContextManager[None]:
         """While this context is open, reads may evict buffers that are kept for later uses."""
-        ...
+        return nullcontext()
 
     def drain(self) -> None:
         """Wait for all transfers of the weights, and drop their copies in shared buffers."""
-        ...
 
 
-class OptimizerStates(Protocol):
-    """The optimizer state buffers of a unit ([items of trainable_numel] each)."""
+class OptimizerStates:
+    """The optimizer state buffers of a unit ([items of trainable_numel] each), by name."""
 
-    @property
-    def buffers(self) -> Mapping[str, StateBuffer]: ...
+    buffers: Mapping[str, StateBuffer]
 
     def spans(self, wanted: Sequence[slice]) -> list[slice]:
         """Return the spans of parameters that are leased at once: `wanted`, or the chunks on SSD."""
-        ...
+        return list(wanted)
 
-    def lease(self, index: int, update: Lessee, use: Callable[[Views], None]) -> None:
-        """Call `use` once span `index` is in memory. `put_back` follows."""
-        ...
+    def lease(self, lease: Lease) -> None:
+        """Tell `lease` once its span is in memory. `put_back` follows."""
+        lease.have_states(None)
 
-    def put_back(self, index: int) -> None: ...
+    def leased(self, index: int, buffer: torch.Tensor | None, span: slice) -> dict[str, torch.Tensor]:
+        """Return views of span `index`, the parameters `span`, in every state buffer, by name. The lease has `buffer`.
+        Called where the update runs."""
+        raise NotImplementedError
+
+    def put_back(self, index: int) -> None:
+        """Accept span `index` back after its update."""
 
     def hurry(self) -> AbstractContextManager[None]:
         """See `Weights.hurry`."""
-        ...
+        return nullcontext()
 
     def drain(self) -> None:
         """See `Weights.drain`."""
-        ...
 
 
-class Held(Protocol):
-    """A gradient that waits for the step in host memory or on SSD."""
-
-    def take(self, copy: Use, stage: Callable[[Use], None]) -> None:
-        """Hold a gradient that arrives. `copy` fills memory that the GPU can copy to. `stage` makes the update lane
-        call a function with the gradient in a buffer of whole pages. Called by the d2h lane."""
-        ...
-
-    def sum(self, *, first: bool) -> AbstractContextManager[torch.Tensor]:
-        """Yield the sum so far (zero if `first`), and hold it at the end. Only the update lane calls this. It may read
-        the sum until its next call for any gradient."""
-        ...
-
-    def load(self, span: slice) -> torch.Tensor:
-        """Return the elements `span` to the update lane, valid until its next call for any gradient."""
-        ...
-
-
-@dataclass(frozen=True)
-class Ways(Generic[T]):
-    """One function for each place that a gradient can go to."""
-
-    on_gpu: Callable[[torch.Tensor], T]
-    """Called where the gradient stays in this buffer on the GPU, because the unit is updated there."""
-    held: Callable[[Held], T]
-    """Called where the gradient waits for the step."""
-    at_once: Callable[[], T]
-    """Called where the gradient goes straight to its update."""
-
-
-class GradientSink(Protocol):
-    """The place that a gradient of the unit goes to."""
+class GradientSink:
+    """The place that a gradient of the unit goes to: kept on the GPU (`KeptOnGpu`), waiting for the step (`Held`), or
+    straight to its update (`NotHeld`)."""
 
     @property
     def buffers(self) -> Mapping[str, StateBuffer]:
         """The held gradient ([trainable_numel]), by its name."""
-        ...
+        return {}
 
-    def choose(self, ways: Ways[T]) -> T:
-        """Call the function of `ways` that fits this sink."""
-        ...
+
+class Held(GradientSink):
+    """A gradient that waits for the step in host memory or on SSD."""
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The memory of the gradient, which the GPU can copy to; None on SSD, where `store` takes a gradient."""
+        return None
+
+    def store(self, buffer: torch.Tensor) -> None:
+        """Hold the gradient that has arrived in `buffer`, which has whole pages. Only the update lane calls this."""
+
+    def sum(self, *, first: bool) -> AbstractContextManager[torch.Tensor]:
+        """Yield the sum so far (zero if `first`), and hold it at the end. Only the update lane calls this. It may read
+        the sum until its next call for any gradient."""
+        raise NotImplementedError
+
+    def load(self, span: slice) -> torch.Tensor:
+        """Return the elements `span` to the update lane, valid until its next call for any gradient."""
+        raise NotImplementedError

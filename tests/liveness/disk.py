@@ -47,9 +47,9 @@ class Disk:
         self,
         parents: Sequence[Any],  # noqa: ARG002
         nbytes: int,
+        failures: Any,
         *,
         rank: int = 0,
-        fail: Callable[[BaseException], None],
         loses: Loses | None = None,
         **_others: Any,
     ) -> None:
@@ -59,7 +59,7 @@ class Disk:
         self.pending: list[Transfer] = []
         self.closed = False
         self.counts = {"read_bytes": 0, "written_bytes": 0}
-        self._fail = fail
+        self._failures = failures
         self._loses = loses
         self.name: Callable[[int], str] = str
         """What lies at a byte; see `Names`."""
@@ -160,7 +160,7 @@ class Disk:
             if transfer.then is not None and not self.closed:
                 transfer.then()
         except SlideError as error:
-            self._fail(error)
+            self._failures.record("ssd", error)
         finally:
             if transfer.told is not None:
                 transfer.told.set()

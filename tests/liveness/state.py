@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_slide import _native
 from ds_slide.runtime.core.futures import Failures
-from ds_slide.store.ssd.store import Part
+from ds_slide.store.ssd.files import Part
 from liveness import locks, stand_ins
 from liveness.collectives import Collectives, Group, Meeting
 from liveness.disk import Disk, Transfer
@@ -47,7 +47,7 @@ _FIXED_MODULES = (
     "ds_slide.runtime.core.calls",
     "ds_slide.runtime.weights.hooks",
     "ds_slide.runtime.weights.uses",
-    "ds_slide.runtime.weights.written",
+    "ds_slide.runtime.weights.passed",
     "torch",
     "logging",
 )

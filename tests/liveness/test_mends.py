@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_slide.runtime.core.unit import Update
+from ds_slide.runtime.core.update import Update
 from ds_slide.runtime.weights.window import Window
 from liveness.configurations import DIFFERENT, HANG_1, SHARED
 from liveness.explore import explore_by_chance, explore_orders
@@ -84,7 +84,7 @@ def test_weights_that_are_read_before_they_are_published_are_found(monkeypatch: 
     """By their bits."""
     from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
 
-    monkeypatch.setattr(SharedWeights, "_await_others", lambda *_: None)
+    monkeypatch.setattr(SharedWeights, "await_others", lambda *_: None)
     (finding, *_) = explore_by_chance(SHARED[0], 100).findings
     assert finding.outcome.kind == "error"
     assert "other bits than in memory" in finding.outcome.message

@@ -21,7 +21,7 @@ from ds_slide.plan.allocations import PIECES_RING, Allocation
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Placement
 from ds_slide.plan.ssd_settings import SsdSettings
-from ds_slide.runtime.build import build_runtime
+from ds_slide.runtime.build import Blueprint, build_runtime
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
@@ -228,21 +228,11 @@ def build(configuration: Configuration, model: Tiny, *, trains: bool = True) -> 
     device = Device(torch.device("cpu"))
     ranks = _ranks(configuration, device)
     given = {parameter: parameter.detach().clone() for parameter in model.parameters()}
-    sharing = {}
-    if _takes(build_runtime, "sharing"):
-        sharing = {"sharing": sharing_of(ranks) if configuration.shared else None}
+    sharing = sharing_of(ranks) if configuration.shared else None
     settings = _settings(configuration, trains=trains)
     units = unit_plans(model, configuration, settings)
-    return build_runtime(
-        model,
-        units,
-        _plan(configuration, units, settings),
-        settings,
-        ranks,
-        device,
-        _NoClients(ranks.rank, given),
-        **sharing,
-    )
+    plan, clients = _plan(configuration, units, settings), _NoClients(ranks.rank, given)
+    return build_runtime(model, Blueprint(units, plan, settings, ranks, device, clients, sharing))
 
 
 def _takes(function: Any, parameter: str) -> bool:

@@ -49,7 +49,7 @@ class Training:
                     self._backward(self.number)
                     runtime.end_backward()
             if self.configuration.between == "overflow" and step % 2:
-                runtime.square_sum()
+                runtime.taking.square_sum()
                 runtime.discard_gradients()
             else:
                 self._step(clips=bool(step) or configuration.clips_first)
@@ -63,11 +63,11 @@ class Training:
 
     def _step(self, *, clips: bool) -> None:
         runtime = self.runtime
-        if runtime.deferred:
-            norm = runtime.square_sum() ** 0.5
+        if runtime.parts.deferred:
+            norm = runtime.taking.square_sum() ** 0.5
             runtime.step(self._hypers(), 1.0 / max(1.0, norm) if clips else 1.0)
         else:
-            runtime.norm_on_device()
+            runtime.taking.norm_on_device()
             runtime.step(self._hypers(), 1.0)
 
     def _between(self) -> None:
@@ -76,11 +76,11 @@ class Training:
             self._states_of(runtime.blocks[-1])
         elif between == "all":
             for unit in runtime.units:
-                runtime.settle(unit)
+                runtime.access.settle(unit)
             if hasattr(runtime, "begin_writing"):
-                runtime.begin_writing()
+                runtime.access.begin_writing()
             runtime.resident_weights.unbind_all()
-            runtime.reload_weights()
+            runtime.access.reload_weights()
             runtime.resident_weights.bind_all()
 
     def _forward(self, *, with_backward: bool) -> None:
@@ -149,7 +149,7 @@ class Training:
         return [checksum for unit in self.runtime.units for checksum in self._states_of(unit)]
 
     def _states_of(self, unit: Any) -> list[int]:
-        self.runtime.settle(unit)
+        self.runtime.access.settle(unit)
         whole = slice(0, unit.layout.trainable_numel)
         return [_checksum(unit.state.read(name, whole)) for name in ("weight", "remainder", "exp_avg", "exp_avg_sq")]
 

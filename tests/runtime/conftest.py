@@ -18,10 +18,10 @@ from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.lanes import Delay, StreamWorker, UpdateWorker
 from ds_slide.runtime.core.pool import BufferPool
-from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.settings import UnitPlan
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.in_memory import InMemory, NotHeld, StatesInMemory, WeightsInMemory
 from ds_slide.store.state import UnitState
@@ -85,7 +85,8 @@ def make_unit(order: int, failures: Failures) -> Unit:
     specs = optimizer_buffers(torch.float32, ADAMW, STATE_FORMATS["fp32"])
     states = {spec.name: InMemory(torch.zeros(NUMEL)) for spec in specs}
     state = UnitState(specs, WeightsInMemory(InMemory(weight)), StatesInMemory(specs, states), NotHeld())
-    return Unit(spec, layout, [parameter], state, order, Future.kept(failures), Identity(layout, torch.float32))
+    plan = UnitPlan(spec, layout, [parameter], Identity(layout, torch.float32))
+    return Unit(plan, order, state, Future.kept(failures))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_slide import _native
-from ds_slide.store.ssd.bandwidth import Load, put_load
+from ds_slide.store.ssd.bandwidth import Load, OpenFile, put_load
 
 REQUEST, COUNT = 1 << 16, 8
 FILE_BYTES = 20 * REQUEST
@@ -36,11 +36,12 @@ def test_so_many_requests_and_no_more(tmp_path: Path, requests: int) -> None:
     slab = _native.Slab(COUNT * REQUEST, False, False)
     engine = _native.IoEngine("threads", COUNT, REQUEST)
     try:
-        file = engine.open(str(tmp_path / "file"), FILE_BYTES)
-        sample = put_load(engine, file, FILE_BYTES, (slab.ptr, COUNT), Load("write", REQUEST, COUNT), requests=requests)
+        number = engine.open(str(tmp_path / "file"), FILE_BYTES)
+        file = OpenFile(engine, number, FILE_BYTES, slab.ptr, COUNT)
+        sample = put_load(file, Load("write", REQUEST, COUNT), requests=requests)
         assert (sample.read_bytes, sample.written_bytes) == (0, requests * REQUEST)
         assert len(sample.latencies_s) == requests and sample.p50_s is not None
-        mixed = put_load(engine, file, FILE_BYTES, (slab.ptr, COUNT), Load("mixed", REQUEST, COUNT), seconds=0.0)
+        mixed = put_load(file, Load("mixed", REQUEST, COUNT), seconds=0.0)
         assert mixed.read_bytes == mixed.written_bytes == COUNT // 2 * REQUEST  # what was handed over at once
         assert engine.stats()["written_bytes"] == sample.written_bytes + mixed.written_bytes
     finally:
@@ -51,9 +52,10 @@ def test_a_disk_that_fails_is_an_error_and_no_figure(tmp_path: Path) -> None:
     slab = _native.Slab(COUNT * REQUEST, False, False)
     engine = _native.IoEngine("threads", COUNT, REQUEST)
     try:
-        file = engine.open(str(tmp_path / "file"), FILE_BYTES)
+        number = engine.open(str(tmp_path / "file"), FILE_BYTES)
+        file = OpenFile(engine, number, FILE_BYTES, slab.ptr, COUNT)
         (tmp_path / "file").open("r+").truncate(0)
         with pytest.raises(OSError, match=r"file.*"):
-            put_load(engine, file, FILE_BYTES, (slab.ptr, COUNT), Load("read", REQUEST, COUNT), requests=20)
+            put_load(file, Load("read", REQUEST, COUNT), requests=20)
     finally:
         engine.close()

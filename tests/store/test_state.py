@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from mmap import PAGESIZE
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,12 +39,12 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     extents = unit_extents(
         0, specs, weight_bytes=NUMEL * 2, chunks_of=NUMEL, chunk_numel=CHUNK_NUMEL, gradient_bytes=NUMEL * 4
     )
-    failed: list[BaseException] = []
-    store = SsdStore([("ds_slide.nvme_path", tmp_path)], extents.end, fail=failed.append)
-    assert extents.weight_offset is not None and extents.gradient_offset is not None
     failures, requests = Failures(), Requests()
-    weight_buffers: BufferCache[int] = BufferCache((), lambda *_: None, failures)
-    chunk_buffers: BufferCache[ChunkKey] = BufferCache((), lambda *_: None, failures)
+    store = SsdStore([("ds_slide.nvme_path", tmp_path)], extents.end, failures)
+    assert extents.weight_offset is not None and extents.gradient_offset is not None
+    source: Any = None
+    weight_buffers: BufferCache[int] = BufferCache(source, failures)
+    chunk_buffers: BufferCache[ChunkKey] = BufferCache(source, failures)
     on_ssd = UnitState(
         specs,
         SsdWeights(
@@ -62,7 +63,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     )
     yield in_memory, on_ssd
     store.close()
-    assert not failed
+    assert not failures.message
 
 
 def test_reads_after_writes_are_the_same(pair: Pair) -> None:

@@ -95,7 +95,7 @@ class Counted:
             nbytes = entries[what].nbytes if what in entries else None
             if (nbytes or 0) != found.get(what, 0):
                 yield f"{what}: {found.get(what)} bytes on SSD, {nbytes} in the plan"
-        files = [] if runtime.parts.ssd is None else runtime.parts.ssd.store.descriptors
+        files = [] if runtime.parts.ssd is None else runtime.parts.ssd.store.files.descriptors
         # A page more than is ever written, by which a file that was cut is found.
         sizes = sum(os.stat(f"/proc/self/fd/{descriptor}").st_size - PAGE for descriptor in files)
         if sizes != sum(each.nbytes for each in entries.values()):
@@ -137,7 +137,7 @@ def storages() -> dict[int, int]:
 def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
     """What the engine has, by the names that the plan has for it."""
     found: dict[str, list[torch.Tensor]] = {}
-    parts, gradients = runtime.parts, runtime.gradients
+    parts, gradients = runtime.parts, runtime.parts.gradients
     for unit in runtime.units:
         home = unit.state if unit.home is None else unit.home
         for name, state_buffer in home.buffers.items():

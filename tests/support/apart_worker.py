@@ -14,7 +14,7 @@ from differing import Case, Towers, frozen, reference, same_modules, train
 from loops import WIDTH, distance, made, running
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.core.ranks import machine
+from ds_slide.runtime.core.ranks import sharing
 
 
 def another_order(rank: int) -> str:
@@ -38,8 +38,8 @@ def another_order(rank: int) -> str:
 
 
 def main(rank: int, folder: Path) -> None:
-    identity = machine.identity
-    machine.identity = lambda namespace: f"{identity(namespace)} {rank}"
+    identity = sharing.machine_identity
+    sharing.machine_identity = lambda namespace: f"{identity(namespace)} {rank}"
     with two_ranks.as_rank(rank, folder) as seen:
         case = Case(same_modules, steps=2)
         run = train(case, rank)
@@ -48,7 +48,7 @@ def main(rank: int, folder: Path) -> None:
         with running("slide", 1.0, {}) as other:
             engine = other.start(made(Towers))
             seen["has a board"] = engine.optimizer.runtime.parts.announcements is not None
-        machine.identity = identity
+        sharing.machine_identity = identity
         seen["another order"] = another_order(rank)
 
 

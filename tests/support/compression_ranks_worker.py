@@ -200,7 +200,7 @@ def main(rank: int, folder: Path) -> None:
         seen["written"] = {kind: written(rank, folder / kind, kind) for kind in ("fp32", "bf16")}
         seen["little memory"] = with_little_memory(rank)
         refused = [refusal(ds_config({"compression": LSP, "share_weights": False}))]
-        sharing.machine.identity = lambda _: f"machine {rank}"
+        sharing.machine_identity = lambda _: f"machine {rank}"
         seen["refused"] = [*refused, refusal(ds_config({"compression": LSP}))]
 
 

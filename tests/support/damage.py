@@ -68,7 +68,7 @@ class StateFile:
 @contextmanager
 def state_file_of(store: SsdStore, mount: int = 0) -> Iterator[StateFile]:
     """`mount`: which of several, whose files have different sizes."""
-    size = store._striping.file_sizes(store.nbytes)[mount]
+    size = store.files.striping.file_sizes(store.nbytes)[mount]
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
         try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import batches, ds_config, llama
 from ssd_fault_worker import Run, main, replace_call
 
-from ds_slide.runtime.core.unit import Update
+from ds_slide.runtime.core.update import Update
 from ds_slide.store.ssd.store import SsdStore
 
 SECONDS = 30.0

@@ -139,10 +139,10 @@ def check_that_nothing_is_left(engine: Any) -> None:
     """Between two steps: who owns which buffer is as at the start."""
     runtime = engine.optimizer.runtime
     assert hooks_around() is None
-    assert [slot.bound for slot in runtime._window.slots] == [0] * len(runtime._window.slots)
+    assert [slot.bound for slot in runtime.parts.window.slots] == [0] * len(runtime.parts.window.slots)
     assert runtime.bindings.slots == {}
     assert all(parameter.grad is None for parameter in engine.module.parameters())
-    for staging in runtime.gradients._stagings:
+    for staging in runtime.parts.gradients._stagings:
         runtime.wait(staging.free)
     runtime.parts.context.lanes.d2h.drain()
     runtime.parts.context.lanes.update.drain()

@@ -140,7 +140,7 @@ class Anew:
         self._rank = rank
 
     def __call__(self, engine: Any, batch: Batch) -> torch.Tensor:
-        engine.optimizer.runtime.speculating._wanted = self._rank == 0
+        engine.optimizer.runtime.parts.updating.speculating._wanted = self._rank == 0
         engine.backward(causal_loss(engine, batch))
         engine.optimizer.zero_grad()
         return causal_loss(engine, batch)

@@ -19,7 +19,7 @@ def main() -> None:
     config = on_ssd(ds_config({"host_memory": 0}), disk)
     model = llama()
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
-    (descriptor,) = engine.optimizer.runtime.parts.ssd.store.descriptors
+    (descriptor,) = engine.optimizer.runtime.parts.ssd.store.files.descriptors
     told = False
     while True:
         for batch in batches(engine.gradient_accumulation_steps()):

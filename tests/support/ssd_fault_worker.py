@@ -88,7 +88,7 @@ class Run:
         self.disk = Path(disk)
         self.note("entries", sorted(path.name for path in self.disk.iterdir()))
         ssd = self.engine.optimizer.runtime.parts.ssd
-        self.note("paths", [] if ssd is None else ssd.statistics()["paths"])
+        self.note("paths", [] if ssd is None else ssd.store.statistics()["paths"])
 
     def move_inputs(self, count: int) -> None:
         """From now on the inputs of so many blocks leave the GPU."""
@@ -150,7 +150,7 @@ class Run:
 
     def repeated(self) -> None:
         """How many requests the I/O engine had to send again."""
-        self.note("repeated", self.engine.optimizer.runtime.parts.ssd.statistics()["repeated_requests"])
+        self.note("repeated", self.engine.optimizer.runtime.parts.ssd.store.statistics()["repeated_requests"])
 
     def at(self, name: str, count: int, *action: Any) -> None:
         """Before the `count`-th call of the function "module:Class.method" from now on, on its thread: an action."""
@@ -194,7 +194,7 @@ class Run:
 
     def truncate(self, nbytes: int) -> None:
         """The state file, to `nbytes`."""
-        (descriptor,) = self.engine.optimizer.runtime.parts.ssd.store.descriptors
+        (descriptor,) = self.engine.optimizer.runtime.parts.ssd.store.files.descriptors
         self.note("fault_at", time.monotonic())
         os.truncate(f"/proc/self/fd/{descriptor}", nbytes)
 
@@ -202,7 +202,7 @@ class Run:
         """Change the optimizer states of a chunk of a block in the state file, in a way of `damage.KINDS`."""
         runtime = self.engine.optimizer.runtime
         for unit in runtime.units:
-            runtime.settle(unit)
+            runtime.access.settle(unit)
         chunks = runtime.blocks[block].state.optimizer.chunks
         extent, other = (damage.Extent(each.offset, each.nbytes) for each in (chunks[chunk], chunks[chunk - 1]))
         with damage.state_file_of(runtime.parts.ssd.store) as file:

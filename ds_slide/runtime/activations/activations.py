@@ -447,7 +447,9 @@ class Activations:
 
     def alive(self) -> int:
         """Return the most bytes that can be kept for coming backwards."""
-        return sum(_largest(self._bytes.get(unit.order, ()), unit.uses - unit.uses_done) for unit in self._blocks)
+        return sum(
+            _largest(self._bytes.get(unit.order, ()), unit.uses.begun - unit.uses.ended) for unit in self._blocks
+        )
 
 
 def _largest(given: Iterable[int], count: int) -> int:

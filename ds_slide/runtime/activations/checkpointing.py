@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from ds_slide.plan.trace import FUNCTION
-from ds_slide.runtime.core.trees import add_tensors
+from ds_slide.runtime.core.calls import add_tensors
 from ds_slide.runtime.core.unit import Unit
 
 FLAG = "gradient_checkpointing"

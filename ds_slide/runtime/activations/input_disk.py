@@ -31,11 +31,11 @@ from ds_slide.report.trace import Requests
 from ds_slide.runtime.activations.input_buffers import InputBuffers
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.pool import Lease
-from ds_slide.runtime.core.stream_lane import StreamWorker
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.ssd.extents import whole_pages
-from ds_slide.store.ssd.store import Part
+from ds_slide.store.ssd.files import Part
 
 
 @dataclass(eq=False)

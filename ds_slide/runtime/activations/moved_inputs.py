@@ -33,11 +33,11 @@ from ds_slide.plan.spare import Input, goes_on
 from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.activations.input_buffers import InputBuffers
 from ds_slide.runtime.activations.input_disk import InputDisk, Place
-from ds_slide.runtime.core.deferred_interrupt import deferred_interrupt
 from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.core.futures import Failures, Future, wait_on_stream
+from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.pool import Lease
-from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.running import deferred_interrupt
 from ds_slide.runtime.weights.saved_weights import SavedTensor, hooks_around, only_hooks_of_block
 
 INPUT_MODIFIED = "the input of a block, needed for gradient computation, has been modified by an inplace operation"

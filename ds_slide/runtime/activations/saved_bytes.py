@@ -70,19 +70,25 @@ def counted(
         squares: set[int] = set()
         learning = Learning()
 
-        def note(tensor: torch.Tensor) -> None:
-            learning.saves()
-            if (address := _address(tensor)) not in there:
-                saved[address] = _nbytes(tensor)
-                if shape.has_square(tensor.shape):
-                    squares.add(address)
+        class Noting:
+            """Notes what is saved, and remembers nothing by its place."""
+
+            def reference(self, tensor: torch.Tensor) -> None:
+                learning.saves()
+                if (address := _address(tensor)) not in there:
+                    saved[address] = _nbytes(tensor)
+                    if shape.has_square(tensor.shape):
+                        squares.add(address)
+
+            def restore(self, saved: Any) -> torch.Tensor:
+                raise AssertionError(f"{saved} is no reference")
 
         def found(part: float) -> Saved:
             square = sum(nbytes for address, nbytes in saved.items() if address in squares)
             given = sum(given_squares.values())
             return Saved(sum(saved.values()), square, given, again, part, learning.has_collective)
 
-        hooks = OpenHooks(note, _never)
+        hooks = OpenHooks(Noting())
         try:
             with learning:
                 outputs = function(*inputs)
@@ -107,7 +113,3 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _never(_reference: Any) -> torch.Tensor:
-    raise AssertionError("nothing is remembered by its place here")

@@ -1,9 +1,10 @@
-"""Finds out what a forward of a block is for: a new forward, or the recomputation of an earlier one.
+"""Questions about the call under way: what a forward is for, which tensors it got, and under which transform it runs.
 
-Both happen while an autograd graph runs. Activation checkpointing recomputes a block from the backward of an
-autograd.Function (its re-entrant form) or from an unpack hook of saved tensors (its other form). A hook of a tensor or
-of a module, or a callback at the end of backward, may begin a new forward: gradient caching embeds its mini-batches
-again in such a hook. Only the Python stack tells these apart: autograd enters Python once for each of them.
+A forward of a block may be a new forward, or the recomputation of an earlier one. Both happen while an autograd graph
+runs. Activation checkpointing recomputes a block from the backward of an autograd.Function (its re-entrant form) or
+from an unpack hook of saved tensors (its other form). A hook of a tensor or of a module, or a callback at the end of
+backward, may begin a new forward: gradient caching embeds its mini-batches again in such a hook. Only the Python stack
+tells these apart: autograd enters Python once for each of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd.function import BackwardCFunction, Function
+from torch.utils import _pytree as pytree
+
+from ds_slide.errors import SlideError
 
 NO_TASK = -1
 
@@ -139,3 +144,47 @@ class RootState:
 
     def expects_backward(self) -> bool:
         return self._with_gradient if self.active else torch.is_grad_enabled()
+
+
+def is_opaque(node: Any) -> bool:
+    """Whether a node is not a plain container. A key-value cache, which transformers may register as a tree, would come
+    back as another object, and what the block writes into it would be lost."""
+    return not isinstance(node, tuple | list | dict)
+
+
+def add_tensors(found: list[torch.Tensor], node: Any, *, plain_only: bool = False) -> None:
+    """Append the tensors in `node` to `found`, in the order of torch's pytree. `plain_only`: take only plain containers
+    apart (`is_opaque`)."""
+    # The usual containers are handled here, with few calls of Python, because each forward of a block needs them:
+    # pytree made a tenth of the Python calls in a forward of 24 blocks.
+    kind = type(node)
+    if kind is tuple or kind is list:
+        for each in node:
+            add_tensors(found, each, plain_only=plain_only)
+    elif kind is dict:
+        for each in node.values():
+            add_tensors(found, each, plain_only=plain_only)
+    elif isinstance(node, torch.Tensor):
+        found.append(node)
+    elif node is not None and kind is not bool:
+        leaves = pytree.tree_leaves(node, is_leaf=is_opaque if plain_only else None)
+        found += (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+_REFUSED = (TransformType.Grad, TransformType.Jvp)
+"""Transforms of torch.func that cannot work with streamed weights. `grad`, `vjp`, `jacrev` and `hessian` allow no hooks
+for saved tensors. Without hooks backward would find other weights than the forward had. Under these and `jvp`, binding
+a parameter to its weights has ended the process (torch 2.13: a segmentation fault). `vmap` alone is allowed, and so is
+forward mode by `torch.autograd.forward_ad`."""
+
+
+def require_no_transform() -> None:
+    """Raise SlideError inside of a transform that cannot work with streamed weights."""
+    if not torch._C._are_functorch_transforms_active():
+        return
+    if any(interpreter.key() in _REFUSED for interpreter in get_interpreter_stack() or ()):
+        raise SlideError(
+            "torch.func.grad, vjp, jvp and what is made of them (jacrev, hessian, vmap of grad) cannot go through a "
+            "model that DS-Slide streams, because its weights come and go; use torch.autograd.grad, with "
+            "create_graph=True for second derivatives, or torch.autograd.forward_ad"
+        )

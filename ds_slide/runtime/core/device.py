@@ -46,8 +46,6 @@ PASSED = Marker()
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The environment variables that configure torch's allocator."""
-LARGE_SEGMENT = 20 * 1024**2
-"""Bytes that torch maps at once for tensors of more than 1 MiB."""
 
 
 class Device:
@@ -122,7 +120,8 @@ class Device:
         configure = configure or torch.cuda.memory._set_allocator_settings
         configure("expandable_segments:True")
         try:
-            torch.empty(LARGE_SEGMENT, dtype=torch.uint8, device=self.torch)
+            # Torch maps 20 MiB at once for tensors of more than 1 MiB.
+            torch.empty(20 * 1024**2, dtype=torch.uint8, device=self.torch)
         except RuntimeError:  # a driver without virtual memory
             configure("expandable_segments:False")
 

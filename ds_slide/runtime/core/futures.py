@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from ds_slide.errors import SlideError
 from ds_slide.report.statistics import StepRecorder
@@ -22,6 +23,20 @@ from ds_slide.report.waits import THREAD_PREFIX, HostWait, NoRanges, Waits
 from ds_slide.runtime.core.device import PASSED, Device, Marker
 
 Wake = Callable[[], None]
+
+
+class Ends(Protocol):
+    """A lane (`ds_slide.runtime.core.lanes`)."""
+
+    def end(self) -> None:
+        """Let the thread end after the work submitted so far."""
+
+
+class Presses(Protocol):
+    """The work of a future (`ds_slide.runtime.core.update.Update`)."""
+
+    def press(self) -> None:
+        """Make the work urgent. Called before a wait begins."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class Failures:
         self._first: SlideError | None = None
         self._cause: BaseException | None = None
         self._waits: dict[int, tuple[Wait, Wake | None]] = {}
-        self._idle: list[Wake] = []
+        self._idle: list[Ends] = []
         self._numbers = itertools.count()
         self._outstanding: deque[_Outstanding] = deque()
         self.who_has_ended: Callable[[], str] = str
@@ -92,19 +107,20 @@ class Failures:
             if self._first is None:
                 self._first, self._cause = error, cause
             wakes = [wake for _, wake in self._waits.values() if wake is not None]
-            wakes += self._idle
-            self._idle = []
+            lanes, self._idle = self._idle, []
         for wake in wakes:
             wake()
+        for lane in lanes:
+            lane.end()
 
-    def end_idle(self, wake: Wake) -> None:
-        """Register `wake`, which ends a thread that waits only for work. It is called once, at the first failure, or at
-        once after a failure: no thread would use later work."""
+    def end_idle(self, lane: Ends) -> None:
+        """Register a lane, whose thread may wait only for work. It is ended once, at the first failure, or at once
+        after a failure: no thread would use later work."""
         with self._lock:
             if self._first is None:
-                self._idle.append(wake)
+                self._idle.append(lane)
                 return
-        wake()
+        lane.end()
 
     def raise_first(self) -> None:
         """Raise the first failure, if there is one."""
@@ -209,18 +225,15 @@ class Future:
     """A promise that is kept once. The keeper calls `keep(marker)` when the work has been *issued*. The caller of
     `wait()` gets the marker, and owns the buffer after the marker has passed."""
 
-    __slots__ = ("_ended", "_failures", "_is_kept", "_marker", "_pressed", "what")
+    __slots__ = ("_ended", "_failures", "_is_kept", "_marker", "_work", "what")
 
-    def __init__(
-        self, failures: Failures, what: str = "a hand-over", pressed: Callable[[], None] | None = None
-    ) -> None:
-        """Make an open future. `what`: what it stands for. `pressed`: called before a wait begins, and makes the work
-        of the future urgent."""
+    def __init__(self, failures: Failures, what: str = "a hand-over", work: Presses | None = None) -> None:
+        """Make an open future. `what`: what it stands for. `work`: is pressed before a wait begins."""
         self._ended: threading.Event | None = None  # made by the first thread that waits; mostly there is none
         self._is_kept = False
         self._marker = PASSED
         self._failures = failures
-        self._pressed = pressed
+        self._work = work
         self.what = what
 
     @classmethod
@@ -253,8 +266,8 @@ class Future:
     def wait(self) -> Marker:
         """Block this host thread until the work has been issued; raises when a lane has failed."""
         if not self._is_kept:
-            if self._pressed is not None:
-                self._pressed()
+            if self._work is not None:
+                self._work.press()
             with _making_events:
                 ended = self._ended = self._ended or threading.Event()
             with self._failures.waiting(self.what, ended.set):

@@ -1,4 +1,4 @@
-"""The engines of this process, and what they use of the limits that all engines share.
+"""The engines of this process: what they use of the limits that all share, and how the process's ends reach them.
 
 A reference model beside a trained model, or an actor and a critic, each have an engine. All are built one after the
 other from the same configuration. If two of them each used a whole limit, they would use it twice.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import signal
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Protocol
 
 from ds_slide.plan.memory import NOTHING_TAKEN, Taken
@@ -37,6 +41,7 @@ class Running(Protocol):
 
 
 _engines: weakref.WeakSet[Running] = weakref.WeakSet()
+_at_exit: weakref.WeakKeyDictionary[Running, functools.partial[None]] = weakref.WeakKeyDictionary()
 
 
 def enter(engine: Running) -> None:
@@ -45,8 +50,10 @@ def enter(engine: Running) -> None:
 
 
 def leave(engine: Running) -> None:
-    """Stop counting the engine; harmless when called twice."""
+    """Stop counting the engine, and closing it at the exit; harmless when called twice."""
     _engines.discard(engine)
+    if (close := _at_exit.pop(engine, None)) is not None:
+        atexit.unregister(close)
 
 
 def taken() -> Taken:
@@ -65,17 +72,41 @@ def untouched_host_bytes() -> int:
     return sum(engine.parts.context.memory.untouched_bytes() for engine in _engines)
 
 
-def close_at_exit(engine: Running) -> Callable[[], None]:
-    """Close `engine` when the interpreter ends, if it lives then. Returns the function for `atexit.unregister`.
+def close_at_exit(engine: Running) -> None:
+    """Close `engine` when the interpreter ends, if it lives then and has not left.
 
     A daemon thread that is inside C++ when the interpreter ends would be killed there, and end the process.
     """
     close = functools.partial(_close, weakref.ref(engine), os.getpid())
+    _at_exit[engine] = close
     atexit.register(close)
-    return close
 
 
 def _close(engine: weakref.ref[Running], owner: int) -> None:
     alive = engine()
     if alive is not None and os.getpid() == owner:  # a forked child has no lanes
         alive.close()
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Delay KeyboardInterrupt to the end of the block; a second Ctrl-C is raised at once. Nothing changes in threads
+    that get no interrupt, and where the script handles the signal itself."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    has_come = False
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if has_come:
+            raise KeyboardInterrupt

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from ds_slide.compression.codec import GradientCodec
 from ds_slide.model.layout import UnitLayout
-from ds_slide.model.structure import UnitSpec
 from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.core.trained import Trained
+from ds_slide.runtime.core.settings import UnitPlan
+from ds_slide.runtime.core.update import SquareSum, Trained, Update
 from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state import UnitState
-
-
-def _nothing(_version: int) -> None:
-    """Do nothing, for weights that no other rank reads."""
-
-
-@dataclass
-class SquareSum:
-    """The square sum of one held gradient. Each gradient has its own object: the update lane may add late to the sum of
-    a gradient that `zero_grad` has dropped, and the next gradient must not count that."""
-
-    place: Literal["device", "host"] | None = None
-    """The place of the sum; None: it has not been computed yet."""
-    on_host: float = 0.0
 
 
 class PackedGradient(Protocol):
@@ -42,96 +26,100 @@ class PackedGradient(Protocol):
     free: Future
 
 
-class Update:
-    """The futures of one update of a unit. There is one for each span, kept when the span has its new weights; `done`
-    is kept with the last of them. `completed` is kept when every span has its new states, too. An update in two passes
-    writes the states in the second pass, and needs the held gradient until then."""
+class SharedParts(Protocol):
+    """Weights that all ranks of a machine read in each other's memory
+    (`ds_slide.runtime.core.ranks.shared_weights.SharedWeights`)."""
 
-    def __init__(
-        self,
-        name: str,
-        num_spans: int,
-        failures: Failures,
-        bring_forward: Callable[[], None],
-        publish: Callable[[], None] = lambda: None,
-        *,
-        two_passes: bool = False,
-    ) -> None:
-        """Open the futures. `name`: the name of the unit. `bring_forward`: called when a thread begins to wait for the
-        update. `publish`: tells the other ranks that this rank's part of the new weights is complete."""
-        self.is_pressed = False
-        """Whether a thread waits for the update, or has waited."""
-        self._bring_forward = bring_forward
-        self._publish = publish
-        self.spans = [
-            Future(failures, f"part {index + 1} of {num_spans} of the update of {name}", self.press)
-            for index in range(num_spans)
-        ]
-        self.done = Future(failures, f"the update of {name}", self.press)
-        self.two_passes = two_passes
-        self.completed = Future(failures, f"the states of {name}") if two_passes else self.done
-        self._left = self._left_states = num_spans
-        self._lock = threading.Lock()
+    def publish(self, unit: Unit, version: int) -> None:
+        """Tell the other ranks that this rank's part of a version is complete."""
 
-    def press(self) -> None:
-        """Mark the update as urgent. Called when a wait begins: from then on less urgent work must not delay it."""
-        self.is_pressed = True
-        self._bring_forward()
+    def await_others(self, unit: Unit, version: int) -> None:
+        """Wait, on a lane, for the other ranks' parts of a version."""
 
-    def finish(self, index: int) -> None:
-        """Record that span `index` has its new weights."""
-        self.spans[index].keep()
-        with self._lock:
-            self._left -= 1
-            last = not self._left
-        if last:
-            self._publish()
-            self.done.keep()
 
-    def finish_states(self) -> None:
-        """Record that the second pass has written the states of one more span. Called by the update lane alone."""
-        self._left_states -= 1
-        if not self._left_states:
-            self.completed.keep()
+@dataclass
+class Uses:
+    """The uses of a unit by forwards, each of which ends with its backward. The compute thread owns the counts."""
+
+    begun: int = 0
+    ended: int = 0
+    resets: int = 0
+    """How often the counts were reset: graphs from before a reset no longer count."""
+    left_out: int = 0
+    """The number of backwards that gave no parameter of the model a gradient."""
+    in_backward: bool = False
+    computing: int = 0
+    """The number of forwards under way."""
+    raw: int = 0
+    """The number of recomputations that have saved the weights as they are, and whose backward has not ended."""
+
+    @property
+    def can_give_up_slot(self) -> bool:
+        """Whether the unit's backward has begun, and the weights that it needs can be bound again."""
+        return self.in_backward and not self.computing and not self.raw
+
+    def count_anew(self) -> None:
+        """Reset the counts, because a backward has ended, or never will."""
+        self.begun = self.ended = self.computing = self.raw = 0
+        self.resets += 1
+
+    def expect_backward_again(self) -> None:
+        """Keep the uses after a backward that gave no parameter a gradient. A graph that the script keeps may have
+        another backward; a dropped graph takes its uses back (`UseToken`)."""
+        self.ended = 0
+        self.left_out += 1
+
+
+@dataclass
+class GradientStatus:
+    """The gradient of a unit on its way, step by step. The compute thread owns the fields; the d2h lane keeps the
+    future `arrived`, and the update lane may fill `square_sum`."""
+
+    arrived: Future
+    """Kept when the gradient that was taken last is at its destination."""
+    finalized: bool = False
+    """Whether this backward's gradient has left the parameters."""
+    taken: list[torch.Tensor | None] | None = None
+    """Gradients to average that are not, or no longer, the gradients of the parameters."""
+    packed: PackedGradient | None = None
+    """The buffer with the packed gradients, if they are packed."""
+    is_postponed: bool = False
+    """Whether the gradients of the last backward wait for the other ranks' gradients."""
+    ready: bool = False
+    """Whether the held gradient is the sum of the micro-batches so far."""
+    square_sum: SquareSum = field(default_factory=SquareSum)
+    """The square sum of the current gradient."""
 
 
 class Unit:
     """One block or outer module. Ownership of its parts, in the order of a step:
 
-    * the compute thread (forward: the caller's; backward: autograd's) owns the counters and the binding
-      of the parameters to GPU memory;
+    * the compute thread (forward: the caller's; backward: autograd's) owns `uses`, `gradient` and the binding of the
+      parameters to GPU memory;
     * the held gradient (`state.gradient`) belongs to the d2h lane, and to the update lane for the tasks that the d2h
-      lane submits, from `finalize` until `arrived` is kept. Then it belongs to the update lane until `completed` is
-      kept, and to the compute thread otherwise;
+      lane submits, from `finalize` until `gradient.arrived` is kept. Then it belongs to the update lane until
+      `completed` is kept, and to the compute thread otherwise;
     * the other state buffers of `state` belong to the update lane from the moment `updated` and `completed` are
       replaced by open futures until these are kept: the weights and what completes them to the masters until `updated`,
       the states of the update rule until `completed` (the same future, but for updates in two passes). The update
       leases them (`UnitState.lease`), span by span, and puts them back. Any other thread waits for the update before it
-      reads or writes them, and for state buffers on SSD also until they are written (`SlideRuntime.settle`). States on
+      reads or writes them, and for state buffers on SSD also until they are written (`StateAccess.settle`). States on
       the GPU belong to the compute stream.
     * they also belong to the update lane while the unit has a speculative update (`Speculating.of`). Other threads take
-      that update back before they read or write them (`SlideRuntime.take_back`).
+      that update back before they read or write them (`StateAccess.take_back`).
     * spare state buffers in `way_back` always belong to the update lane. It exchanges them with the buffers of `state`
       while it owns both. So another thread must not keep a view of a state buffer after its ownership ends, except a
       view that follows the exchange (`StateBuffer.view`).
     """
 
     def __init__(
-        self,
-        spec: UnitSpec,
-        layout: UnitLayout,
-        parameters: Sequence[nn.Parameter],
-        state: UnitState,
-        order: int,
-        updated: Future,
-        codec: GradientCodec,
-        held_dtype: torch.dtype | None = None,
+        self, plan: UnitPlan, order: int, state: UnitState, updated: Future, held_dtype: torch.dtype | None = None
     ) -> None:
-        """Make a unit without uses. `codec`: the codec of its gradient. `held_dtype`: the data type of its held
-        gradient in host memory or on SSD; None where it is not held."""
-        self.spec = spec
+        """Make a unit without uses. `updated`: a future that is kept. `held_dtype`: the data type of its held gradient
+        in host memory or on SSD; None where it is not held."""
+        self.spec = plan.spec
         self.dtype = state.dtype_of("weight")
-        self.converts_gradient = held_dtype not in (None, codec.dtype)
+        self.converts_gradient = held_dtype not in (None, plan.codec.dtype)
         """Whether the held gradient's buffer has another data type, so that the CPU converts even the first
         micro-batch."""
         self.parts: list[Unit] = []
@@ -139,52 +127,28 @@ class Unit:
         their gradients leave with the block's."""
         self.order = order
         """The index in the order of the next forward: the deadline of this unit's update. Outer modules come first."""
+        self.uses = Uses()
+        self.gradient = GradientStatus(updated)
         self.updated = self.completed = updated
-        self.arrived = updated
         self.applied = updated
         """The last update that has reached the weights on the GPU, for a unit that is always there."""
         self.version = 0
         """The version of the weights; a slot with an older version has to be filled again. It is the same on all ranks,
         because every change of weights is called on all of them."""
-        self.publish: Callable[[int], None] = _nothing
-        """For shared weights: tells the other ranks that this rank's part of a version is complete."""
-        self.await_others: Callable[[int], None] = _nothing
-        """For shared weights: waits, on a lane, for the other ranks' parts of a version."""
+        self.shared: SharedParts | None = None
+        """The ranks' parts of the weights, where the ranks share them."""
         self.home: UnitState | None = None
         """For a unit that is promoted to the GPU: the state buffers that it returns to, with older content."""
         self.is_gathered = False
         """Whether the compute thread gathers its weights from the ranks each time it binds them."""
-        self.uses = 0
-        self.uses_done = 0
-        self.counting = 0
-        """How often the counts of uses were reset: graphs from before a reset no longer count."""
-        self.left_out = 0
-        """The number of backwards that gave no parameter of the model a gradient."""
-        self.in_backward = False
-        self.computing = 0
-        """The number of its forwards under way."""
-        self.raw = 0
-        """The number of recomputations that have saved its weights as they are, and whose backward has not ended."""
-        self.finalized = False
-        """Whether this backward's gradient has left the parameters."""
-        self.taken: list[torch.Tensor | None] | None = None
-        """Gradients to average that are not, or no longer, the gradients of the parameters."""
-        self.packed: PackedGradient | None = None
-        """The buffer with the packed gradients, if they are packed."""
-        self.is_postponed = False
-        """Whether the gradients of its last backward wait for the other ranks' gradients."""
-        self.gradient_ready = False
-        """Whether the held gradient is the sum of the micro-batches so far."""
         self.resident: torch.Tensor | None = None
         """The GPU buffer of a unit that is always on the GPU (outer modules, GPU-tier blocks), in slot layout."""
-        self.chunk_rows = 0
+        self.chunk_rows = plan.chunk_rows
         """Rows of a chunk of an outer module (one matrix) that is streamed through the GPU
         (`ds_slide.runtime.weights.rows`)."""
         self.way_back: WayBack | None = None
         """The way back from speculative updates; None where there is none."""
-        self.square_sum = SquareSum()
-        """The square sum of the current gradient."""
-        self.lay_out(layout, parameters, state, codec)
+        self.lay_out(plan.layout, plan.parameters, state, plan.codec)
 
     def lay_out(
         self, layout: UnitLayout, parameters: Sequence[nn.Parameter], state: UnitState, codec: GradientCodec
@@ -240,38 +204,21 @@ class Unit:
 
     @property
     def awaits_backward(self) -> bool:
-        return self.uses > self.uses_done
-
-    @property
-    def can_give_up_slot(self) -> bool:
-        """Whether its backward has begun, and the weights that it needs can be bound again."""
-        return self.in_backward and not self.computing and not self.raw
-
-    def count_uses_anew(self) -> None:
-        """Reset the counts of uses, because a backward has ended, or never will."""
-        self.uses = self.uses_done = self.computing = self.raw = 0
-        self.counting += 1
-
-    def expect_backward_again(self) -> None:
-        """Keep the uses after a backward that gave no parameter a gradient. A graph that the script keeps may have
-        another backward; a dropped graph takes its uses back (`UseToken`)."""
-        self.uses_done = 0
-        self.left_out += 1
+        return self.uses.begun > self.uses.ended
 
     def open_update(self, failures: Failures, *, two_passes: bool = False) -> Update:
         """Open the futures of an update, because the weights are about to change."""
         self.version += 1
         self.mark_changed()
-        publish, press = functools.partial(self.publish, self.version), self.state.written.press
-        update = Update(self.name, len(self.spans), failures, press, publish, two_passes=two_passes)
+        update = Update(self, failures, two_passes=two_passes)
         self.span_updated, self.updated, self.completed = update.spans, update.done, update.completed
         return update
 
     @property
     def has_gradient(self) -> bool:
         """Whether a parameter has a gradient from autograd, or a gradient was taken out of the parameters."""
-        if self.taken is not None or self.packed is not None:
-            return self.packed is not None or any(gradient is not None for gradient in self.gradients())
+        if self.gradient.taken is not None or self.gradient.packed is not None:
+            return self.gradient.packed is not None or any(gradient is not None for gradient in self.gradients())
         return any(parameter.grad is not None for parameter, _ in self.trainable)
 
     def mark_changed(self) -> None:
@@ -284,8 +231,8 @@ class Unit:
         """Return the gradients of the trainable parameters, or the gradients taken out of them; None for a parameter
         without one. Sparse gradients (of embeddings) become dense. Gradients of a backward with `create_graph` are
         detached."""
-        if self.taken is not None:
-            return self.taken
+        if self.gradient.taken is not None:
+            return self.gradient.taken
         return [None if parameter.grad is None else _dense(parameter.grad) for parameter, _ in self.trainable]
 
     def take_gradients(self) -> list[torch.Tensor | None]:
@@ -297,9 +244,9 @@ class Unit:
 
     def drop_gradients(self) -> None:
         """Drop what `gradients` returns: its copy is under way."""
-        if self.taken is None:
+        if self.gradient.taken is None:
             self.take_gradients()
-        self.taken = None
+        self.gradient.taken = None
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view per parameter, in its own shape, of a buffer in slot layout (at least `slot_numel` elements).

@@ -19,16 +19,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import torch
 
-from ds_slide.runtime.core.futures import Failures
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.ranks.board import Board
 from ds_slide.runtime.core.ranks.conductor import TAG, Conductor, Entry, Kind
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.gradients.expected_order import ExpectedOrder
 from ds_slide.runtime.gradients.sources import Staging
+
+if TYPE_CHECKING:
+    from ds_slide.runtime.gradients.taking import Taking
 
 
 @dataclass(frozen=True)
@@ -44,52 +47,16 @@ MOST = 255
 _ENDED, _EXPECTED, _FIRST_UNIT = 0, 1, 3
 
 
-class Engine(Protocol):
-    """The engine whose gradients these are (`ds_slide.runtime.engine.SlideRuntime`)."""
-
-    def contribution(self, unit: Unit) -> Contribution:
-        """Take the gradients out of the unit's parameters."""
-
-    def drop_contribution(self, contribution: Contribution) -> None:
-        """Give up a contribution, which is not averaged."""
-
-    def take_agreed(self, unit: Unit, *, final: bool) -> None:
-        """Average the gradients that `Unit.gradients` returns, and send them on their way."""
-
-    def forget_agreed(self, unit: Unit) -> None:
-        """Forget the gradient that was just averaged: this rank has dropped its own part."""
-
-    def counts_as_zero(self, unit: Unit) -> bool:
-        """Whether a unit without a gradient on any rank is updated as if its gradient was zero."""
-
-    def is_final(self) -> bool:
-        """Whether the backward under way is the last one before the step."""
-
-    def is_only(self) -> bool:
-        """Whether no other backward may come before the step."""
-
-    def end_joined_backward(self) -> None:
-        """End a backward that gave this rank no gradient."""
-
-
 class Agreement:
-    """The announcements of one rank of an engine. `number`: the engine's. Called by the thread that computes."""
+    """The announcements of one rank of an engine. `taking` takes its gradients. Called by the thread that computes."""
 
-    def __init__(
-        self,
-        conductor: Conductor,
-        board: Board,
-        number: int,
-        units: Sequence[Unit],
-        engine: Engine,
-        failures: Failures,
-    ) -> None:
-        self.engine = number
+    def __init__(self, conductor: Conductor, board: Board, context: Context, taking: Taking) -> None:
+        self.engine = context.ranks.engine
         self._conductor = conductor
         self._board = board
-        self._units = units
-        self._of = engine
-        self._failures = failures
+        self._units = units = taking.units
+        self._taking = taking
+        self._failures = context.failures
         self.backward = 1
         self._announced = [0] * len(units)
         self._averaged = [0] * len(units)
@@ -125,9 +92,9 @@ class Agreement:
         if not self.is_open:
             self._say_expected()
         self._expected.note(unit)
-        self._waiting.setdefault(unit.order, deque()).append(self._of.contribution(unit))
+        self._waiting.setdefault(unit.order, deque()).append(self._taking.contribution(unit))
         self._announced[unit.order] = count
-        unit.is_postponed = True
+        unit.gradient.is_postponed = True
         self._board.put(_FIRST_UNIT + unit.order, self._cell(count))
         self._conductor.announce(self)
 
@@ -181,7 +148,7 @@ class Agreement:
         """Enter the order that all ranks expect, once in a backward. On rank 0."""
         if any(self._averaged) or not self._all_expect_the_same():
             return
-        entry = Entry(Kind.ORDER, self.engine, backward=self.backward & TAG, final=self._of.is_final())
+        entry = Entry(Kind.ORDER, self.engine, backward=self.backward & TAG, final=self._taking.is_final())
         self._conductor.append(entry)
         self.begin_order(entry)
 
@@ -233,13 +200,13 @@ class Agreement:
         ranks = [0, *self._board.others]
         for unit in self._units:
             most = max(self._count(rank, unit.order) for rank in ranks)
-            if not most and self._of.counts_as_zero(unit):
+            if not most and self._taking.counts_as_zero(unit):
                 most = 1
             while self._averaged[unit.order] < most:
                 self._enter(unit.order)
 
     def _enter(self, order: int) -> None:
-        entry = Entry(Kind.UNIT, self.engine, order, self.backward & TAG, self._of.is_final())
+        entry = Entry(Kind.UNIT, self.engine, order, self.backward & TAG, self._taking.is_final())
         self._conductor.append(entry)
         self.average(entry)
 
@@ -251,23 +218,23 @@ class Agreement:
         if not is_dropped:
             self._averaged[unit.order] += 1
         contribution = waiting.popleft() if waiting else Contribution([None] * len(unit.trainable))
-        unit.taken, unit.packed = contribution.gradients, contribution.packed
+        unit.gradient.taken, unit.gradient.packed = contribution.gradients, contribution.packed
         if waiting is not None and not waiting:
             del self._waiting[unit.order]
-            unit.is_postponed = False
+            unit.gradient.is_postponed = False
         try:
             with self._conductor.entry():
-                self._of.take_agreed(unit, final=entry.final)
+                self._taking.take_agreed(unit, final=entry.final)
         finally:
-            unit.taken = unit.packed = None
+            unit.gradient.taken = unit.gradient.packed = None
         if is_dropped:
-            self._of.forget_agreed(unit)
+            self._taking.forget_agreed(unit)
 
     def is_settled(self) -> bool:
         """Whether this rank has announced and averaged all units, in a backward that none follows before the step."""
-        if not self.is_open or self._waiting or not self._of.is_only():
+        if not self.is_open or self._waiting or not self._taking.is_only():
             return False
-        return not any(self._of.counts_as_zero(unit) for unit in self._units)
+        return not any(self._taking.counts_as_zero(unit) for unit in self._units)
 
     def has_ended(self, rank: int) -> bool:
         """Whether that rank waits at the end of the backward that is open here."""
@@ -280,9 +247,9 @@ class Agreement:
 
     def _end_backward(self) -> None:
         for order, contributions in self._waiting.items():
-            self._units[order].is_postponed = False
+            self._units[order].gradient.is_postponed = False
             for contribution in contributions:
-                self._of.drop_contribution(contribution)
+                self._taking.drop_contribution(contribution)
         self._waiting.clear()
         self._announced = [0] * len(self._units)
         self._averaged = [0] * len(self._units)
@@ -291,4 +258,50 @@ class Agreement:
 
     def joined(self) -> None:
         """End a backward whose end is all that this rank took part in."""
-        self._of.end_joined_backward()
+        self._taking.end_joined_backward()
+
+
+class ExpectedOrder:
+    """The order that one rank expects. Called by the thread that computes."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self.order: tuple[int, ...] = ()
+        """`Unit.order` of the units of the last backward that ended, in the order of their gradients. Empty where a
+        unit had several gradients, so that there is no order."""
+        self._noted: list[int] = []
+
+    def note(self, unit: Unit) -> None:
+        """Note that the unit has a gradient now."""
+        self._noted.append(unit.order)
+
+    def adopt_noted(self) -> None:
+        """Expect the next backward to be like this one, which has ended."""
+        is_order = len(set(self._noted)) == len(self._noted)
+        self.order = tuple(self._noted) if is_order else ()
+        self._noted = []
+
+    def forget_noted(self) -> None:
+        """Forget the backward, which an exception has ended here; other ranks may still be in it."""
+        self._noted = []
+
+    def digest(self, backward: int) -> tuple[int, int]:
+        """Return 64 bits of a digest of the order and of the number of the backward that begins, in two halves. (0, 0)
+        where no order is expected, or where backward gathers weights: a gather must not come between averages whose
+        order is fixed, because other ranks may be at another average."""
+        gathers = any(unit.is_gathered and unit.is_streamed for unit in self._units)
+        if gathers or not self.order or not self._fits_forward():
+            return 0, 0
+        what = b"".join(number.to_bytes(4, "little") for number in (backward & 0xFFFFFFFF, *self.order))
+        found = blake2b(what, digest_size=8).digest()
+        return int.from_bytes(found[:4], "little"), int.from_bytes(found[4:], "little")
+
+    def _fits_forward(self) -> bool:
+        """Whether the forwards of this backward have used the same blocks. A block that is expected in vain would keep
+        the gradients behind it on the GPU until the end."""
+        expected = set(self.order)
+        return all(
+            (unit.order in expected) == (unit.uses.begun > 0 and not unit.trained.is_off and bool(unit.codec.numel))
+            for unit in self._units
+            if unit.spec.kind == "block"
+        )

@@ -21,7 +21,7 @@ from ds_slide.plan.probe.host_room import host_room
 from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.log import log, size
 from ds_slide.runtime.core import running
-from ds_slide.runtime.core.trees import add_tensors
+from ds_slide.runtime.core.calls import add_tensors
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
 from ds_slide.store.host_memory import require_page_locks

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -43,20 +43,12 @@ class _Fitted:
     pair: Pair
 
 
-class Settles(Protocol):
-    """The engine (`ds_slide.runtime.engine.SlideRuntime`)."""
-
-    def settle(self, unit: Unit) -> None:
-        """Wait until the unit's pending update has been applied."""
-
-
 class Learning:
     """Called by the compute thread."""
 
-    def __init__(self, units: Sequence[Unit], context: Context, engine: Settles) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self._codecs = {unit.order: unit.codec for unit in units if isinstance(unit.codec, Lsp)}
         self._units = {order: units[order] for order in self._codecs}
-        self._engine = engine
         self._ranks = context.ranks
         self._device = context.device
         self.next_check = {unit.name: 0 for unit in self._units.values()}
@@ -129,12 +121,16 @@ class Learning:
             found[number] = float(bias), pair
         return found
 
+    def fitted_units(self) -> list[Unit]:
+        """Return the units whose projectors `adopt` will replace."""
+        return list(dict.fromkeys(each.unit for each in self._fitted))
+
     def adopt(self) -> None:
-        """Replace the projectors that were fitted, after the step's updates have been queued. Collective then."""
+        """Replace the projectors that were fitted, after the step's updates have been queued and `fitted_units` have
+        settled. Collective then."""
         fitted, self._fitted = self._fitted, []
         self._looked.clear()
         for each in fitted:
-            self._engine.settle(each.unit)
             self._carry(each)
             each.codec.replace(each.number, each.pair)
             each.unit.state.drain()

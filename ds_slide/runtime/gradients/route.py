@@ -24,15 +24,17 @@ from ds_slide.optim.square_sum import square_sum
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
+from ds_slide.runtime.core.lanes import HOLDING
 from ds_slide.runtime.core.pool import Lease
-from ds_slide.runtime.core.unit import PackedGradient, SquareSum, Unit, Update
-from ds_slide.runtime.core.update_lane import HOLDING
+from ds_slide.runtime.core.unit import PackedGradient, Unit
+from ds_slide.runtime.core.update import SquareSum, Update
 from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
 from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.apply import UpdateStep
 from ds_slide.runtime.updates.speculation import Speculation
-from ds_slide.runtime.updates.updating import Updating
-from ds_slide.store.tiers import Held, Ways
+from ds_slide.runtime.updates.updating import UnitUpdate, Updating
+from ds_slide.store.in_memory import KeptOnGpu
+from ds_slide.store.tiers import Held
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class _Arrival:
     adds: bool
     """Whether the CPU converts it to the data type of the held gradient, or adds it to the held gradient."""
     square_sum: SquareSum
-    """The square sum of the gradient held then. `unit.square_sum` may belong to a later gradient by that time."""
+    """The square sum of the gradient held then. The unit's may belong to a later gradient by that time."""
     speculation: Speculation | None
     """The update that may begin when it is held."""
 
@@ -119,33 +121,30 @@ class Gradients:
         leaf modules. Elsewhere ZeRO-3 updates them once more from their last gradient, which its partition buffer still
         holds. `source`: the gradient's source if it does not come from the parameters.
         """
-        unit.finalized = True
+        unit.gradient.finalized = True
         if not unit.codec.numel or (source is None and self._is_left_out(unit)):
             return
         if final:
             self._updating.speculating.begin(unit, self.hypers, self.grad_scale)
 
-        def send(submit: Callable[[_Arrival], None]) -> None:
-            self._send_to_host(unit, final, source or self._prepare(unit), submit)
-
-        unit.state.gradient.choose(
-            Ways(
-                on_gpu=lambda kept: self._keep_on_gpu(unit, kept),
-                held=lambda held: send(functools.partial(self._submit_held, held)),
-                at_once=lambda: send(self._submit_update),
-            )
-        )
+        match unit.state.gradient:
+            case KeptOnGpu(gradient=kept):
+                self._keep_on_gpu(unit, kept.tensor)
+            case Held() as held:
+                self._send_to_host(unit, final, source or self._prepare(unit), held)
+            case _:
+                self._send_to_host(unit, final, source or self._prepare(unit), None)
         unit.drop_gradients()
-        unit.gradient_ready = True
+        unit.gradient.ready = True
 
     def _is_left_out(self, unit: Unit) -> bool:
         """Whether the unit is frozen and has no gradient, so that nothing has to come down. Several ranks leave no unit
         out: all of them have to call the same collectives, whatever their flags are."""
         if self._ranks.world_size > 1 or not unit.trained.is_off or any(each is not None for each in unit.gradients()):
             return False
-        if not unit.gradient_ready and unit.square_sum.place is not None:
+        if not unit.gradient.ready and unit.gradient.square_sum.place is not None:
             self.sums[:, unit.order] = 0.0  # it was an earlier step's
-            unit.square_sum = SquareSum()
+            unit.gradient.square_sum = SquareSum()
         return True
 
     def use(self, stagings: Sequence[Staging]) -> None:
@@ -158,13 +157,13 @@ class Gradients:
 
     def square_sums_of(self, unit: Unit, on_device: torch.Tensor) -> SquareSums:
         """The square sums of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
-        if not unit.gradient_ready:
+        if not unit.gradient.ready:
             return SquareSums(0.0, 0.0, 0.0)
         found = SquareSums(*on_device[:, unit.order].tolist())
-        if unit.square_sum.place == "device":
+        known = unit.gradient.square_sum
+        if known.place == "device":
             return found
-        held = self._held_square_sum(unit) if unit.square_sum.place is None else unit.square_sum.on_host
-        return found._replace(held=held)
+        return found._replace(held=self._held_square_sum(unit) if known.place is None else known.on_host)
 
     def _held_square_sum(self, unit: Unit) -> float:
         gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
@@ -172,8 +171,8 @@ class Gradients:
 
     def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor) -> None:
         # From here on the gradient may be there in part if something fails.
-        unit.arrived = Future.kept(self._failures)
-        accumulate = unit.gradient_ready
+        unit.gradient.arrived = Future.kept(self._failures)
+        accumulate = unit.gradient.ready
         if self._ranks.world_size == 1:
             summed = unit.codec.encode(unit.gradients(), state_buffer, accumulate=accumulate)
             self.square_sums[unit.order] = square_sum(state_buffer) if summed is None else summed
@@ -185,17 +184,18 @@ class Gradients:
                 finally:
                     reduced.release(self._device.mark())
                 self.square_sums[unit.order] = square_sum(state_buffer)
-            unit.arrived = Future.kept(self._failures, self._ranks.mark())
-        unit.square_sum = SquareSum("device")
+            unit.gradient.arrived = Future.kept(self._failures, self._ranks.mark())
+        unit.gradient.square_sum = SquareSum("device")
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
         """Add the square sum of one more part of a gradient whose source had no sum when its transfer began."""
-        if unit.square_sum.place == "device":
+        if unit.gradient.square_sum.place == "device":
             self.square_sums[unit.order] += square_sum(part)
 
-    def _send_to_host(self, unit: Unit, final: bool, source: Source, submit: Callable[[_Arrival], None]) -> None:
-        adds = unit.gradient_ready or unit.converts_gradient
-        unit.square_sum = SquareSum(None if adds else "device")
+    def _send_to_host(self, unit: Unit, final: bool, source: Source, held: Held | None) -> None:
+        """`held`: where the gradient waits for the step, None where it goes straight to its update."""
+        adds = unit.gradient.ready or unit.converts_gradient
+        unit.gradient.square_sum = SquareSum(None if adds else "device")
         try:
             with self._ranks.on_stream():
                 if not adds:
@@ -205,25 +205,16 @@ class Gradients:
             source.release(self._device.mark())
             raise
         try:
-            before = unit.arrived, unit.completed
-            unit.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
-            first = not unit.gradient_ready
-            arrived, held_sum = unit.arrived, unit.square_sum
+            before = unit.gradient.arrived, unit.completed
+            unit.gradient.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
+            first = not unit.gradient.ready
+            arrived, held_sum = unit.gradient.arrived, unit.gradient.square_sum
             ahead = self._updating.speculating.of(unit)
-            submit(
-                _Arrival(
-                    unit,
-                    source,
-                    packed,
-                    arrived,
-                    before,
-                    first,
-                    final,
-                    adds,
-                    held_sum,
-                    ahead,
-                )
-            )
+            arrival = _Arrival(unit, source, packed, arrived, before, first, final, adds, held_sum, ahead)
+            if held is None:
+                self._submit_update(arrival)
+            else:
+                self._submit_held(held, arrival)
         except BaseException as error:  # an interrupt: whether the lane has the gradient is not known
             self._failures.record("compute", error)
             raise
@@ -233,7 +224,7 @@ class Gradients:
         assert of_gradient is not None
         of_encoded = square_sum(encoded)
         sums, new = self.sums[1:, unit.order], (of_gradient, of_encoded)
-        if unit.gradient_ready:
+        if unit.gradient.ready:
             sums += torch.stack(new)
         else:
             torch.stack(new, out=sums)
@@ -243,8 +234,8 @@ class Gradients:
         unit = arrival.unit
         unit.state.reserve(len(unit.spans))
         # Gradients that are not held are not clipped either.
-        update, step = unit.open_update(self._failures), UpdateStep(tuple(unit.trained.begin(self.hypers)), 1.0)
-        self._d2h.submit(lambda: self._update_on_arrival(arrival, update, step))
+        futures, step = unit.open_update(self._failures), UpdateStep(tuple(unit.trained.begin(self.hypers)), 1.0)
+        self._d2h.submit(lambda: self._update_on_arrival(arrival, futures, step))
 
     def _submit_held(self, held: Held, arrival: _Arrival) -> None:
         way = self._add_on_arrival if arrival.adds else self._hold
@@ -256,19 +247,16 @@ class Gradients:
         for future in arrival.before:  # the last step's update may still be reading the held gradient
             future.wait()
 
-        def copy(target: torch.Tensor) -> None:
-            end = self._copy_all(arrival, target)
-            arrival.arrived.keep(end)
-            self._is_held(arrival, end)
+        def store(_: slice, buffer: torch.Tensor) -> int:  # called once: a ring buffer takes a whole gradient here
+            held.store(buffer)
+            return 0
 
-        def stage(store: Callable[[torch.Tensor], None]) -> None:
-            def run(_: slice, buffer: torch.Tensor) -> int:  # called once: a ring buffer takes a whole gradient here
-                store(buffer)
-                return 0
-
-            self._through_ring(arrival, run)
-
-        held.take(copy, stage)
+        if (target := held.tensor) is None:
+            self._through_ring(arrival, store)
+            return
+        end = self._copy_all(arrival, target)
+        arrival.arrived.keep(end)
+        self._is_held(arrival, end)
 
     def _add_on_arrival(self, arrival: _Arrival, held: Held) -> None:
         # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.
@@ -306,13 +294,13 @@ class Gradients:
         if arrival.speculation is not None:
             self._updating.speculating.submit(arrival.speculation, end)
 
-    def _update_on_arrival(self, arrival: _Arrival, update: Update, step: UpdateStep) -> None:
+    def _update_on_arrival(self, arrival: _Arrival, futures: Update, step: UpdateStep) -> None:
         unit, lease = arrival.unit, self._context.ring(arrival.unit).lease()
         gradient = _InRing(lease, _of_dtype(lease.buffer, unit.codec.dtype), len(unit.spans))
-        marker = PASSED
+        update, marker = UnitUpdate(self._updating, unit, futures, gradient, step), PASSED
         for index, span in enumerate(unit.spans):
             marker = self._copy(arrival, span, gradient.whole)
-            self._updating.start(unit, index, update, marker, gradient, step, reserved=True)
+            update.start(index, marker, reserved=True)
         arrival.source.release(marker)
         arrival.arrived.keep(marker)
 
@@ -346,7 +334,7 @@ class Gradients:
 
     def _reduced(self, unit: Unit) -> Packed:
         """Run `_reduce` in the next staging buffer, which is given back where that fails: memory may be short."""
-        staging = unit.packed or self._take_staging()
+        staging = unit.gradient.packed or self._take_staging()
         self._early.discard(staging)
         try:
             return self._reduce(unit, staging)
@@ -414,7 +402,7 @@ class Gradients:
                 summed = self._add_square_sums(unit, summed, own)
             return Packed(staging.free, own, summed)
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
-        if unit.packed is None:
+        if unit.gradient.packed is None:
             self._encode_for_ranks(unit, staging)
         self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark())
         return Packed(staging.free, own, None)

@@ -12,7 +12,7 @@ from ds_slide.compression.codec import Place
 from ds_slide.optim.square_sum import square_sum
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.unit import Unit
 
 

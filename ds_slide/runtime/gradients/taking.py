@@ -10,6 +10,7 @@ With clipping off an update begins with the gradient, so a second gradient of th
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
@@ -17,8 +18,8 @@ from ds_slide.runtime.core.ranks.conductor import Conductor
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.gradients.agreement import Agreement, Contribution
 from ds_slide.runtime.gradients.holding import Doubts, hold_gradients
-from ds_slide.runtime.gradients.learning import Learning
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
+from ds_slide.runtime.gradients.totals import Totals
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
 from ds_slide.runtime.step.phases import HOLD_HINT
@@ -34,30 +35,29 @@ class Taking:
         module: nn.Module,
         parts: Parts,
         accumulation: Accumulation,
-        learning: Learning,
         bindings: Bindings,
         resident_weights: ResidentWeights,
     ) -> None:
         self._parts = parts
-        self._units = parts.units
+        self.units = parts.units
         self._gradients = parts.gradients
         self._accumulation = accumulation
-        self._learning = learning
+        self._learning = parts.learning
         self._bindings = bindings
         self._resident_weights = resident_weights
         self.doubts = Doubts(module)
         self.final = True
         """Whether the backward under way is the last one before the step."""
         self._agreement = self._agreement_of(parts)
+        compressed = [unit.state.writes_change for unit in parts.units]
+        self._totals = Totals(parts.context.ranks, parts.context.device, compressed)
 
     def _agreement_of(self, parts: Parts) -> Agreement | None:
         """Return the agreement of ranks on the units that have gradients; None where all run the same modules."""
         conductor = parts.context.ranks.conductor
         if parts.announcements is None or not isinstance(conductor, Conductor):
             return None
-        return Agreement(
-            conductor, parts.announcements, parts.context.ranks.engine, parts.units, self, parts.context.failures
-        )
+        return Agreement(conductor, parts.announcements, parts.context, self)
 
     @property
     def deferred(self) -> bool:
@@ -71,7 +71,7 @@ class Taking:
 
     def has_gradients(self) -> bool:
         """Whether the backward under way has given any parameter a gradient."""
-        return self._accumulation.backward.has_gradients or any(unit.has_gradient for unit in self._units)
+        return self._accumulation.backward.has_gradients or any(unit.has_gradient for unit in self.units)
 
     # ---- a unit ------------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Taking:
     def finalize(self, unit: Unit, source: StreamedGradient | None = None, *, at_end: bool = False) -> None:
         """Take the gradients of `unit`. `source`: given where its backward is still making them. `at_end`: backward has
         ended, and nothing more comes."""
-        if unit.finalized and not self.deferred:
+        if unit.gradient.finalized and not self.deferred:
             raise SlideError(
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
                 f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
@@ -98,7 +98,7 @@ class Taking:
         if self._agreement is None:
             self._take(unit, source, final=self.final)
         elif unit.has_gradient and unit.codec.numel:
-            unit.finalized = backward.has_taken = True
+            unit.gradient.finalized = backward.has_taken = True
             self._agreement.announce(unit, at_end=at_end)
 
     def _hold_in_doubt(self) -> None:
@@ -108,13 +108,15 @@ class Taking:
             hold_gradients(self._parts, why)
 
     def _take(self, unit: Unit, source: StreamedGradient | None = None, *, final: bool) -> None:
-        self._bindings.take_back((unit,))  # one more gradient of the same step is added to the earlier ones
+        self._parts.updating.speculating.take_back(
+            (unit,), self._parts.window
+        )  # one more gradient of the same step is added to the earlier ones
         if unit.state.writes_change:
             # Perhaps no forward has used the unit: the next update overwrites the change, which would be lost.
             self._resident_weights.bind_if_fetched(unit)
         if final:
             self._learning.look(unit, self._accumulation.steps)
-        backward, before = self._accumulation.backward, (unit.arrived, unit.updated)
+        backward, before = self._accumulation.backward, (unit.gradient.arrived, unit.updated)
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
         counts = source is not None or unit.has_gradient
         try:
@@ -122,7 +124,7 @@ class Taking:
         finally:
             if self.deferred:
                 # `arrived` is the same where packing has failed, since memory may have been short.
-                backward.has_taken |= counts and unit.arrived is not before[0]
+                backward.has_taken |= counts and unit.gradient.arrived is not before[0]
             else:
                 backward.has_taken |= unit.updated is not before[1]
         if self._parts.window is not None and unit.is_streamed and not self.deferred:
@@ -137,7 +139,7 @@ class Taking:
             before = backward.has_taken, backward.has_gradients
             self.finalize(unit)
             backward.has_taken, backward.has_gradients = before
-            unit.finalized = False
+            unit.gradient.finalized = False
         finally:
             for parameter, _ in unit.trainable:
                 parameter.grad = None
@@ -146,20 +148,53 @@ class Taking:
 
     def finalize_rest(self, *, trains: bool) -> None:
         """Take the gradients that no boundary has announced. `trains`: the backward has given gradients."""
-        for unit in self._units:
-            unit.in_backward = False
+        for unit in self.units:
+            unit.uses.in_backward = False
             self._bindings.unbind_slot(unit)
-            is_absent = trains and self._agreement is None and not unit.finalized and self.counts_as_zero(unit)
+            is_absent = trains and self._agreement is None and not unit.gradient.finalized and self.counts_as_zero(unit)
             if unit.has_gradient or is_absent:
                 self.finalize(unit, at_end=True)
-            unit.count_uses_anew() if trains else unit.expect_backward_again()
-            unit.finalized = False
+            unit.uses.count_anew() if trains else unit.uses.expect_backward_again()
+            unit.gradient.finalized = False
 
     def end(self) -> None:
         """End the backward, whose gradients are all taken here: agree with the other ranks on the rest."""
         if self._agreement is not None:
             self._agreement.end()
         self.end_joined_backward()
+
+    # ---- the norm of a step ------------------------------------------------------------------------------------------
+
+    def square_sum(self) -> float:
+        """Return the square sum of the held gradients over all units and ranks (fp64). Waits for backward to end.
+
+        The sums are combined in the order of the units, so that the value does not depend on which lane finished first.
+        """
+        self.join()
+        context, gradients = self._parts.context, self._gradients
+        with context.recorder.stalled("the gradients of the step"):
+            context.lanes.d2h.drain()
+            context.lanes.update.drain()
+        self._note_flags()
+        context.ranks.join()  # the gradients of GPU-tier units pass through no lane
+        on_device = gradients.sums.cpu()
+        return self._totals.now([gradients.square_sums_of(unit, on_device) for unit in self.units])
+
+    def norm_on_device(self) -> torch.Tensor:
+        """Return the gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
+        self.join()
+        self._note_flags()
+        sums = self._gradients.sums
+        if not any(unit.gradient.ready for unit in self.units):  # otherwise the sums are from the last step
+            sums = torch.zeros_like(sums)
+        return self._totals.later(sums).sqrt().float()
+
+    def _note_flags(self) -> None:
+        """Add the `requires_grad` flags to the digest: each rank updates its part of a parameter, so the flags must be
+        equal."""
+        ranks = self._parts.context.ranks
+        if ranks.world_size > 1:
+            ranks.note(each.requires_grad for unit in self.units for each in unit.trained.parameters)
 
     # ---- several ranks -----------------------------------------------------------------------------------------------
 
@@ -183,7 +218,7 @@ class Taking:
         if self._agreement is not None:
             self._agreement.leave()
 
-    # The methods that the agreement calls (`ds_slide.runtime.gradients.agreement.Engine`).
+    # The methods that the agreement calls.
 
     def contribution(self, unit: Unit) -> Contribution:
         """Take the gradients out of the unit's parameters."""
@@ -198,18 +233,18 @@ class Taking:
 
     def take_agreed(self, unit: Unit, *, final: bool) -> None:
         """Average the gradients that `Unit.gradients` returns, and send them on their way."""
-        finalized = unit.finalized  # since it was announced, or not: its backward may have ended
+        finalized = unit.gradient.finalized  # since it was announced, or not: its backward may have ended
         self._take(unit, final=final)
-        unit.finalized = finalized
+        unit.gradient.finalized = finalized
 
     def forget_agreed(self, unit: Unit) -> None:
         """Forget the gradient that was just averaged: this rank has dropped its own part."""
-        unit.gradient_ready = False
+        unit.gradient.ready = False
         self._learning.discard()
 
     def counts_as_zero(self, unit: Unit) -> bool:
         """Whether a unit without a gradient on any rank is updated as if its gradient was zero."""
-        return self.final and not unit.gradient_ready and bool(unit.codec.numel)
+        return self.final and not unit.gradient.ready and bool(unit.codec.numel)
 
     def is_final(self) -> bool:
         """Whether the backward under way is the last one before the step."""

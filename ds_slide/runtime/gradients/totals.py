@@ -15,6 +15,7 @@ The result is made, for each unit, of numbers that are added up over the ranks, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -22,7 +23,9 @@ from typing import NamedTuple
 import torch
 
 from ds_slide.errors import SlideError
+from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Device, Marker
+from ds_slide.runtime.core.futures import synchronize
 from ds_slide.runtime.core.ranks.collectives import Ranks
 
 _WHAT = "the square sums of the gradients"
@@ -120,4 +123,35 @@ class Totals:
                 "for different parameters: all ranks have to run the same blocks in the same order, train the same "
                 "parameters, and have a forward with gradients on one rank only under torch.no_grad(); resume from the "
                 "last checkpoint"
+            )
+
+
+class NormWatch:
+    """The norm of the last step, copied to the host without waiting for it, and checked after the step.
+
+    When gradients are not held, their updates run before the norm is known. A step whose gradients were not finite
+    cannot be skipped then, but it is not ignored either: it stops the run at the next step or checkpoint.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._device, self._failures = context.device, context.failures
+        self._host = torch.zeros(1, pin_memory=context.device.is_cuda)
+        self._arrived: Marker = PASSED
+        self._step = 0
+
+    def note(self, norm: torch.Tensor, step: int) -> None:
+        """Begin to copy `norm`, a 0-d device tensor, of step number `step`, which has just been taken."""
+        self._host.copy_(norm.reshape(1), non_blocking=True)
+        self._arrived = self._device.mark(host_waits=True)
+        self._step = step
+
+    def check(self, *, wait: bool) -> None:
+        """Raise SlideError when the last step's norm is not finite; `wait`: also when it is not there yet."""
+        if wait:
+            synchronize(self._failures, self._arrived, "the norm of the last step")
+        if self._step and self._arrived.done() and not math.isfinite(float(self._host)):
+            raise SlideError(
+                f"the gradients of step {self._step} were not finite and have been applied, because with clipping off "
+                'updates run under backward; resume from the last checkpoint with "ds_slide": '
+                '{"defer_updates": true}, which skips such steps'
             )

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_slide.runtime.core.deferred_interrupt import deferred_interrupt
 from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.running import deferred_interrupt
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.store.in_memory import InMemory
 

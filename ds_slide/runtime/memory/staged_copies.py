@@ -17,7 +17,8 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.allocations import PIECE_BYTES
 from ds_slide.runtime.core.device import PASSED, Device, Marker
 from ds_slide.runtime.core.futures import Failures, synchronize
-from ds_slide.store.ssd.extents import PAGE
+from ds_slide.store.ssd.extents import PAGE, whole_pages
+from ds_slide.store.ssd.files import Part
 from ds_slide.store.ssd.unit import OnSsd
 
 
@@ -75,9 +76,9 @@ class StagedCopies:
     def from_ssd(self, target: torch.Tensor, source: OnSsd) -> None:
         """Copy `source` ([n], on SSD) to `target` ([n], on the GPU)."""
         under_way: deque[tuple[torch.Tensor, _Half]] = deque()
-        for span, transfer_with in source.transfers(self._halves[0].buffer.numel()):
+        for span, offset in source.transfers(self._halves[0].buffer.numel()):
             half = self._next_half()
-            half.disk = self._disk.submit(source.store.read_now, [transfer_with(half.buffer)])
+            half.disk = self._disk.submit(source.store.read_now, [_part(offset, span, half)])
             under_way.append((target.view(torch.uint8)[span], half))
             if len(under_way) == len(self._halves):
                 self._upload(*under_way.popleft())
@@ -86,11 +87,11 @@ class StagedCopies:
 
     def to_ssd(self, target: OnSsd, source: torch.Tensor) -> None:
         """Copy `source` ([n], on the GPU) to `target` ([n], on SSD)."""
-        for span, transfer_with in target.transfers(self._halves[0].buffer.numel()):
+        for span, offset in target.transfers(self._halves[0].buffer.numel()):
             half = self._next_half()
             half.buffer[: span.stop - span.start].copy_(source.view(torch.uint8)[span], non_blocking=True)
             synchronize(self._failures, self._device.mark(), "states on their way")
-            half.disk = self._disk.submit(target.store.write_now, [transfer_with(half.buffer)])
+            half.disk = self._disk.submit(target.store.write_now, [_part(offset, span, half)])
 
     def finish(self) -> None:
         """Wait until all copies have ended."""
@@ -130,3 +131,8 @@ class StagedCopies:
             self._updater.copy_(half.target, half.buffer[: half.target.numel()])
             half.target = None
         return half
+
+
+def _part(offset: int, span: slice, half: _Half) -> Part:
+    """Return the transfer of the bytes `span` between byte `offset` of the store and the beginning of a half."""
+    return Part(offset, half.buffer.data_ptr(), whole_pages(span.stop - span.start))

@@ -39,7 +39,7 @@ from ds_slide.plan.memory import Plan
 from ds_slide.report.log import size
 from ds_slide.runtime.build_units import state_on_gpu
 from ds_slide.runtime.core.allocator import Allocator
-from ds_slide.runtime.core.deferred_interrupt import deferred_interrupt
+from ds_slide.runtime.core.running import deferred_interrupt
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.memory.staged_copies import StagedCopies
@@ -155,8 +155,8 @@ def _is_gathered_by_script(unit: Unit) -> bool:
 def _settle(runtime: SlideRuntime, moving: Iterable[Unit]) -> None:
     """Wait until no lane, no rank and no stream uses the units or the window."""
     for unit in moving:
-        runtime.settle(unit)
-    runtime.begin_writing()
+        runtime.access.settle(unit)
+    runtime.access.begin_writing()
     runtime.parts.context.lanes.h2d.drain()
     runtime.device.synchronize()
 
@@ -251,8 +251,8 @@ def _copies(runtime: SlideRuntime, moving: Sequence[Unit]) -> Iterator[Copy]:
 
 def _show(runtime: SlideRuntime, unit: Unit) -> None:
     """Show the new state buffers of `unit` to all parts that knew the old ones."""
-    runtime.weights_changed(unit)
-    runtime.residents.leave(unit)
+    runtime.access.weights_changed(unit)
+    runtime.bindings.residents.leave(unit)
     runtime.parts.context.clients.adopt(unit)
     if unit.resident is not None:
         runtime.resident_weights.bind(unit)
@@ -283,7 +283,9 @@ def _make_room(runtime: SlideRuntime, unit: Unit) -> _Room:
         resident = allocator.tensor(whole_weights_of(name), unit.dtype)
     weight = take("weight", unit.dtype) if several or resident is None else resident
     gradient = unit.state.dtype_of("gradient") if unit.state.has("gradient") else unit.codec.dtype
-    state = state_on_gpu(unit.state.specs, weight, gradient, take, runtime.device)
+    buffers = {"weight": weight, **{spec.name: take(spec.name, spec.dtype) for spec in unit.state.specs}}
+    buffers["gradient"] = take("gradient", gradient)
+    state = state_on_gpu(unit.state.specs, buffers, runtime.device)
     allocator.require_all_given()
     return _Room(state, weight if resident is None else resident)
 

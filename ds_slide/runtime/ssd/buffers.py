@@ -11,8 +11,8 @@ copied to the GPU, updated, written back). An entry is one key in one buffer. Ac
 The buffers are leases of a pool that only the cache uses, taken when first needed and given back when a key is
 forgotten, or at the end. No thread waits for the pool: the cache decides which key gets a buffer next.
 
-Updates of one generation may be under way together, from their use to the end of their writes; updates of another
-generation wait for them. Otherwise two writes of one place could reach the disk in any order.
+Spans of one update may be under way together, from their use to the end of their writes; another update waits for them.
+Otherwise two writes of one place could reach the disk in any order.
 
 The rules of displacement exclude a circular wait. An urgent demand takes any clean buffer, as a last resort also a kept
 or reserved one; a plain demand takes only a buffer whose key is needed later. A buffer needed sooner is freed when the
@@ -23,27 +23,39 @@ may wait for a buffer of another in one order only (weights before chunks).
 
 from __future__ import annotations
 
-import functools
 import itertools
+import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
 from ds_slide.runtime.core.futures import Failures
 from ds_slide.runtime.core.pool import BufferPool, Lease
+from ds_slide.store.tiers import Lessee
 
 Key = TypeVar("Key")
-Use = Callable[[torch.Tensor], None]
-Load = Callable[[Key, torch.Tensor, Callable[[], None]], None]
-"""Starts to read a key into a buffer; the third argument is called when the read has completed."""
+OfKey = TypeVar("OfKey", contravariant=True)
 How = Literal["urgent", "demand", "ahead"]
-_NEVER = 1 << 60
+
+
+class Source(Protocol[OfKey]):
+    """The states on SSD that a cache holds."""
+
+    @property
+    def what(self) -> str:
+        """What the buffers hold, a plural, for messages."""
+
+    def load(self, key: OfKey, buffer: torch.Tensor) -> None:
+        """Begin to read `key` into `buffer`. `BufferCache.end_load` follows when the read has completed."""
+
+    def owner(self, key: OfKey) -> str:
+        """Return the name of the owner of `key`, for messages."""
 
 
 @dataclass
@@ -53,9 +65,9 @@ class _Entry:
     users: int = 0
     writes: int = 0
     changes: int = 0
-    """Updates under way, each from its use to the end of its write."""
-    generation: object = None
-    """The generation of these updates."""
+    """Spans of an update under way, each from its use to the end of its write."""
+    update: Lessee | None = None
+    """The update of these spans."""
     waiting: list[_Demand] = field(default_factory=list)
 
     @property
@@ -65,40 +77,31 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Demand:
-    use: Use
-    generation: object
-    """The generation of an update, which changes the buffer; None for a read."""
+    use: Callable[[torch.Tensor], None]
+    update: Lessee | None
+    """The update that changes the buffer; None for a read."""
 
     def may_start(self, entry: _Entry) -> bool:
         if entry.loading:
             return False
-        return self.generation is None or not entry.changes or entry.generation == self.generation
+        return self.update is None or not entry.changes or entry.update == self.update
 
 
 class BufferCache(Generic[Key]):
-    """A cache of buffers by key. Any thread may call its methods; `use` and `load` are called without the lock held."""
+    """A cache of buffers by key. Any thread may call its methods; uses and loads begin without the lock held."""
 
     def __init__(
-        self,
-        pool: BufferPool | None,
-        load: Load[Key],
-        failures: Failures,
-        cycle: Iterable[Key] = (),
-        what: str = "buffers",
-        named: Callable[[Key], str] = str,
+        self, source: Source[Key], failures: Failures, cycle: Iterable[Key] = (), pool: BufferPool | None = None
     ) -> None:
-        """Begin with no entry. `pool`: None until `provide`. `cycle`: keys that are used once a step, in this order;
-        they need no `expect`. For messages, `what` says what the buffers hold (a plural), and `named` names the owner
-        of a key."""
-        self._what = what
-        self._named = named
+        """Begin with no entry. `cycle`: keys that are used once a step, in this order; they need no `expect`. `pool`:
+        None until `provide`."""
+        self._source = source
         self._cycle = frozenset(cycle)
         self._pool = pool
-        self._load = load
         self._failures = failures
         self._changed = threading.Condition()
         self._entries: dict[Key, _Entry] = {}
-        self._asked: dict[bool, deque[Key]] = {True: deque(), False: deque()}
+        self._asked: dict[How, deque[Key]] = {"urgent": deque(), "demand": deque()}
         """Requested keys that have no buffer yet, first in, first out, by urgency."""
         self._demands: defaultdict[Key, list[_Demand]] = defaultdict(list)
         """The demands of each key."""
@@ -112,22 +115,30 @@ class BufferCache(Generic[Key]):
         self._hurry = 0
         self._abandoned = False
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock for a change. Then begin all loads and uses that it allows, without the lock."""
+        with self._changed:
+            yield
+            loads, uses = self._pump()
+        for key, buffer in loads:
+            self._source.load(key, buffer)
+        for demand, buffer in uses:
+            demand.use(buffer)
+
     # ---- what comes next ---------------------------------------------------------------------------------------------
 
     def expect(self, keys: Iterable[Key], kept: Iterable[Key] = ()) -> None:
         """Set the next uses, in order: they are read ahead as buffers allow, and stay longer than others. `kept`:
         entries that stay as well, but are not read again after they have been displaced."""
-        with self._changed:
+        with self._changing():
             self._upcoming = {key: place for place, key in enumerate(keys)}
             self._kept = frozenset(kept)
-            actions = self._pump()
-        _run(actions)
 
     def read_ahead(self) -> None:
         """Begin to read the first keys of the cycle."""
-        with self._changed:
-            actions = self._pump()
-        _run(actions)
+        with self._changing():
+            pass
 
     def reserve(self, key: Key, count: int) -> None:
         """Keep `key` for `count` coming takes, which only the disk and updates can delay."""
@@ -144,44 +155,37 @@ class BufferCache(Generic[Key]):
     def take(
         self,
         key: Key,
-        use: Use,
+        use: Callable[[torch.Tensor], None],
         *,
         urgent: bool,
-        pressed: Callable[[], bool] | None = None,
-        generation: object = None,
+        update: Lessee | None = None,
         reserved: bool = False,
     ) -> None:
         """Call `use(buffer)` when the key is loaded, on the thread that completes the load; the user calls `release`
         afterwards.
 
-        `urgent`: it may displace any other clean entry. `pressed`: whether it is urgent because a thread waits for it.
-        This is asked under the lock, so that `press` comes either before the question or after the demand.
-        `generation`: the generation of an update, which `begin_write` must follow; it waits for updates of other
-        generations. `reserved`: whether `reserve` has announced it.
+        `urgent`: it may displace any other clean entry. `update`: the update that takes it, which `begin_write` must
+        follow; it waits for other updates. It is urgent if a thread waits for it. This is asked under the lock, so that
+        `press` comes either before the question or after the demand. `reserved`: whether `reserve` has announced it.
         """
-        with self._changed:
+        with self._changing():
             self._reserved[key] -= 1 if reserved else 0
             self._upcoming.pop(key, None)
             if key in self._cycle:
                 self._upcoming[key] = next(self._places)
-            demand = _Demand(use, generation)
+            demand = _Demand(use, update)
             if (entry := self._entries.get(key)) is not None:
                 entry.waiting.append(demand)
             else:
                 self._demands[key].append(demand)
-                self._asked[urgent or (pressed is not None and pressed())].append(key)
-            actions = self._pump()
-            if key in self._demands:
-                self._unserved.setdefault(key, time.perf_counter())
-        _run(actions)
+                pressed = update is not None and update.is_pressed
+                self._asked["urgent" if urgent or pressed else "demand"].append(key)
 
     def press(self, key: Key) -> None:
         """Make all demands of `key` so far urgent, because a thread waits for them."""
-        with self._changed:
+        with self._changing():
             if key in self._demands:
-                self._asked[True].append(key)  # in both queues now: the first queue serves all its demands
-            actions = self._pump()
-        _run(actions)
+                self._asked["urgent"].append(key)  # in both queues now: the first queue serves all its demands
 
     @contextmanager
     def held(self, key: Key) -> Iterator[torch.Tensor]:
@@ -194,7 +198,8 @@ class BufferCache(Generic[Key]):
             arrived.set()
 
         self.take(key, use, urgent=True)
-        with self._failures.waiting(f"the {self._what} of {self._named(key)} to be read from SSD", arrived.set):
+        what = f"the {self._source.what} of {self._source.owner(key)} to be read from SSD"
+        with self._failures.waiting(what, arrived.set):
             arrived.wait()
         if not got:
             self._failures.raise_first()
@@ -203,11 +208,14 @@ class BufferCache(Generic[Key]):
         finally:
             self.release(key)
 
+    def end_load(self, key: Key) -> None:
+        """Note that the read of `key` has completed."""
+        with self._changing():
+            self._entries[key].loading = False
+
     def release(self, key: Key) -> None:
-        with self._changed:
+        with self._changing():
             self._entries[key].users -= 1
-            actions = self._pump()
-        _run(actions)
 
     def begin_write(self, key: Key) -> torch.Tensor:
         """Return the buffer, which the store reads until `end_write`. An update calls this before it releases."""
@@ -217,12 +225,9 @@ class BufferCache(Generic[Key]):
             return entry.lease.buffer
 
     def end_write(self, key: Key) -> None:
-        with self._changed:
-            entry = self._entries[key]
-            entry.writes -= 1
-            entry.changes -= 1
-            actions = self._pump()
-        _run(actions)
+        with self._changing():
+            self._entries[key].writes -= 1
+            self._entries[key].changes -= 1
 
     # ---- from outside the flow of a step -----------------------------------------------------------------------------
 
@@ -230,26 +235,29 @@ class BufferCache(Generic[Key]):
     def hurry(self) -> Iterator[None]:
         """Let any demand displace any clean entry while this context is open: a thread waits for updates, and nothing
         computes."""
-        with self._changed:
+        with self._changing():
             self._hurry += 1
-            actions = self._pump()
-        _run(actions)
         try:
             yield
         finally:
             with self._changed:
                 self._hurry -= 1
 
-    def forget(self, of: Callable[[Key], bool]) -> None:
+    def forget(self, keys: Sequence[Key]) -> None:
         """Drop the entries of these keys when their users and writes have ended. They are not read ahead until they are
         taken or expected again: the caller may be about to change them on the disk."""
-        with self._changed:
-            for key in [key for key in self._upcoming if of(key)]:
-                del self._upcoming[key]
-            what = f"the {self._what} to be written to SSD"
-            self._failures.wait_for(self._changed, lambda: self._dropped(of), what)
-            actions = self._pump()
-        _run(actions)
+
+        def dropped() -> bool:
+            present = [key for key in keys if key in self._entries]
+            for key in present:
+                if self._entries[key].idle:
+                    self._entries.pop(key).lease.release()
+            return not any(key in self._entries for key in present)
+
+        with self._changing():
+            for key in keys:
+                self._upcoming.pop(key, None)
+            self._failures.wait_for(self._changed, dropped, f"the {self._source.what} to be written to SSD")
 
     def abandon(self) -> None:
         """Start no more reads and uses, because the runtime ends."""
@@ -266,50 +274,40 @@ class BufferCache(Generic[Key]):
 
     # ---- with the lock held ------------------------------------------------------------------------------------------
 
-    def _dropped(self, of: Callable[[Key], bool]) -> bool:
-        """Drop the idle entries of these keys. Returns whether none is left."""
-        for key in [key for key, entry in self._entries.items() if of(key) and entry.idle]:
-            self._entries.pop(key).lease.release()
-        return not any(of(key) for key in self._entries)
-
-    def _loaded(self, key: Key) -> None:
-        with self._changed:
-            self._entries[key].loading = False
-            actions = self._pump()
-        _run(actions)
-
-    def _pump(self) -> list[Callable[[], None]]:
-        """Start everything that can start. Returns the calls to make when the lock is free."""
-        actions: list[Callable[[], None]] = []
+    def _pump(self) -> tuple[list[tuple[Key, torch.Tensor]], list[tuple[_Demand, torch.Tensor]]]:
+        """Return the loads and uses that can begin, each with its buffer."""
+        loads: list[tuple[Key, torch.Tensor]] = []
+        uses: list[tuple[_Demand, torch.Tensor]] = []
         self._changed.notify_all()
         if self._abandoned:
-            return actions
-        for urgent, how in ((True, "urgent"), (False, "demand")):
-            asked = self._asked[urgent]
-            while asked and (asked[0] not in self._demands or self._start(asked[0], how, actions)):  # type: ignore[arg-type]
+            return loads, uses
+        for how, asked in self._asked.items():
+            while asked and (asked[0] not in self._demands or self._start(asked[0], how, loads)):
                 asked.popleft()
         if not self._demands:
             for key in self._upcoming:
-                if key not in self._entries and not self._start(key, "ahead", actions):
+                if key not in self._entries and not self._start(key, "ahead", loads):
                     break
         for entry in self._entries.values():
             while entry.waiting and entry.waiting[0].may_start(entry):
                 demand = entry.waiting.pop(0)
                 entry.users += 1
-                if demand.generation is not None:
+                if demand.update is not None:
                     entry.changes += 1
-                    entry.generation = demand.generation
-                actions.append(functools.partial(demand.use, entry.lease.buffer))
-        return actions
+                    entry.update = demand.update
+                uses.append((demand, entry.lease.buffer))
+        for key in self._demands.keys() - self._unserved.keys():
+            self._unserved[key] = time.perf_counter()
+        return loads, uses
 
-    def _start(self, key: Key, how: How, actions: list[Callable[[], None]]) -> bool:
+    def _start(self, key: Key, how: How, loads: list[tuple[Key, torch.Tensor]]) -> bool:
         lease = self._lease_for(key, how)
         if lease is None:
             return False
         self._entries[key] = _Entry(lease, waiting=self._demands.pop(key, []))
         if (began := self._unserved.pop(key, None)) is not None:
             lease.pool.count_wait(began)
-        actions.append(lambda: self._load(key, lease.buffer, lambda: self._loaded(key)))
+        loads.append((key, lease.buffer))
         return True
 
     def _lease_for(self, key: Key, how: How) -> Lease | None:
@@ -328,10 +326,5 @@ class BufferCache(Generic[Key]):
             return None
         return self._entries.pop(victim).lease
 
-    def _rank(self, key: Key) -> int:
-        return self._upcoming.get(key, _NEVER)
-
-
-def _run(actions: Iterable[Callable[[], None]]) -> None:
-    for action in actions:
-        action()
+    def _rank(self, key: Key) -> float:
+        return self._upcoming.get(key, math.inf)

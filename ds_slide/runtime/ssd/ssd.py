@@ -10,13 +10,11 @@ the compute thread, ordered by the two `BufferCache`s. The units lease from them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.core.futures import Failures
 from ds_slide.runtime.core.pool import BufferPool
 from ds_slide.runtime.core.unit import Unit
@@ -34,55 +32,79 @@ class SsdParts:
     gradients: dict[int, HeldOnSsd] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _WeightSource:
+    """The weights behind their cache. `names`: the names of the units, by `Unit.order`."""
+
+    names: Sequence[str]
+    weights: Mapping[int, SsdWeights]
+    what: str = "weights"
+
+    def load(self, order: int, buffer: torch.Tensor) -> None:
+        self.weights[order].load(buffer)
+
+    def owner(self, order: int) -> str:
+        return self.names[order]
+
+
+@dataclass(frozen=True)
+class _ChunkSource:
+    """The optimizer states behind their cache. `names`: the names of the units, by `Unit.order`."""
+
+    names: Sequence[str]
+    optimizer: Mapping[int, SsdOptimizerStates]
+    what: str = "optimizer states"
+
+    def load(self, key: ChunkKey, buffer: torch.Tensor) -> None:
+        self.optimizer[key[0]].load(key[1], buffer)
+
+    def owner(self, key: ChunkKey) -> str:
+        return f"{self.names[key[0]]}, chunk {key[1]}"
+
+
 class SsdStates:
     """The states on SSD. `close` closes `store`. The buffers come last (`provide`): until the units have their states,
-    host memory still has the model's own weights."""
+    host memory still has the model's own weights.
+
+    The window tells which blocks come next (`ds_slide.runtime.weights.window.Ahead`)."""
 
     def __init__(
         self,
         store: SsdStore,
         failures: Failures,
         update_order: Iterable[ChunkKey],
-        update_meter: LaneMeter,
-        units: Sequence[str],
+        gradient: GradientBuffer,
+        names: Sequence[str],
     ) -> None:
-        """Begin without buffers. `units`: the names of the units, by `Unit.order`."""
+        """Begin without buffers. `names`: the names of the units, by `Unit.order`."""
         self.store = store
         self.parts = SsdParts()
+        self.gradient = gradient
         self.chunks: BufferCache[ChunkKey] = BufferCache(
-            None,
-            self._load_chunk,
-            failures,
-            update_order,
-            "optimizer states",
-            lambda key: f"{units[key[0]]}, chunk {key[1]}",
+            _ChunkSource(names, self.parts.optimizer), failures, update_order
         )
-        self.weights: BufferCache[int] = BufferCache(
-            None, self._load_weights, failures, what="weights", named=units.__getitem__
-        )
-        self.gradient = GradientBuffer(update_meter)
-        self.ahead = 0
+        self.weights: BufferCache[int] = BufferCache(_WeightSource(names, self.parts.weights), failures)
+        self.horizon = 0
         """Blocks whose weights may be read ahead."""
 
     def provide(self, chunk_buffers: BufferPool, weight_buffers: BufferPool) -> None:
         """Set the buffers, before `start`."""
         self.chunks.provide(chunk_buffers)
         self.weights.provide(weight_buffers)
-        self.ahead = len(weight_buffers.addresses)
+        self.horizon = len(weight_buffers.addresses)
 
     def start(self) -> None:
         """Begin to read chunks ahead, in the order of the updates, whenever a buffer is free. So the disk does not stop
         between two steps."""
         self.chunks.read_ahead()
 
-    def expect_weights(self, coming: Sequence[Unit], kept: Sequence[Unit]) -> None:
-        """Set the blocks whose weights are needed next in host memory, for the GPU or an update, in order. `kept`: the
-        blocks among them that must not make room."""
-        self.weights.expect(self._on_ssd(coming), self._on_ssd(kept))
-
-    def statistics(self) -> dict[str, Any]:
-        """Return statistics of the store since its start."""
-        return dict(self.store.statistics())
+    def expect(self, coming: Sequence[Unit], in_backward: Sequence[Unit]) -> None:
+        """Set the blocks whose weights are needed next in host memory, for the GPU or an update (`Ahead.expect`)."""
+        # A block that is updated under backward needs its weights in host memory soon after the GPU has used them. The
+        # GPU may have had them since forward. It must not make room.
+        trained = [unit for unit in in_backward if unit.layout.trainable_numel]
+        updated = [order for order in self._on_ssd(trained) if self.parts.weights[order].urgent]
+        self.weights.expect([*updated, *(order for order in self._on_ssd(coming) if order not in updated)], updated)
 
     def abandon(self) -> None:
         """Give the lanes no more work. Called before the lanes end."""
@@ -97,16 +119,3 @@ class SsdStates:
 
     def _on_ssd(self, units: Sequence[Unit]) -> list[int]:
         return [unit.order for unit in units if unit.order in self.parts.weights]
-
-    def _load_chunk(self, key: ChunkKey, buffer: torch.Tensor, then: Callable[[], None]) -> None:
-        self.parts.optimizer[key[0]].load(key[1], buffer, then)
-
-    def _load_weights(self, order: int, buffer: torch.Tensor, then: Callable[[], None]) -> None:
-        self.parts.weights[order].load(buffer, then)
-
-
-def moved_bytes(store: SsdStore) -> int:
-    """Return the bytes that the disk has read and written since the start, counted by request and not by whole
-    transfer."""
-    statistics = store.statistics()
-    return int(statistics["read_bytes"] + statistics["written_bytes"])

@@ -7,7 +7,7 @@ gradients are either whole or refused with an error (`ds_slide.runtime.step.accu
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,18 +18,14 @@ from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
 from ds_slide.runtime.step.phases import Event
 
-
-class HoldsSlots(Protocol):
-    """The engine (`ds_slide.runtime.engine.SlideRuntime`)."""
-
-    def release_all(self) -> None:
-        """Unbind all blocks, because no computation runs any more."""
+if TYPE_CHECKING:
+    from ds_slide.runtime.engine import SlideRuntime
 
 
 class Interruptions:
     """Ends backwards that an exception has interrupted; called by the compute thread."""
 
-    def __init__(self, parts: Parts, accumulation: Accumulation, root: RootState, engine: HoldsSlots) -> None:
+    def __init__(self, parts: Parts, accumulation: Accumulation, root: RootState, engine: SlideRuntime) -> None:
         self._parts = parts
         self._units = parts.units
         self._ranks = parts.context.ranks
@@ -80,7 +76,7 @@ class Interruptions:
         self.notice()
         if self._root.active or self._accumulation.is_open or self._accumulation.micro_batches:
             return False
-        return not any(unit.gradient_ready or unit.awaits_backward for unit in self._units)
+        return not any(unit.gradient.ready or unit.awaits_backward for unit in self._units)
 
     def backward_is_under_way(self) -> bool:
         """Whether the calling thread is in the open backward."""
@@ -128,18 +124,18 @@ class Interruptions:
     def _end_unannounced(self, task: int) -> None:
         if self._accumulation.pass_over(task):
             for unit in self._units:
-                unit.expect_backward_again()
+                unit.uses.expect_backward_again()
             self._leave_units()
 
     def _leave_units(self) -> None:
         for unit in self._units:
-            unit.in_backward = unit.finalized = False
+            unit.uses.in_backward = unit.gradient.finalized = False
         self._engine.release_all()
 
     def _recover(self) -> None:
         self._end_with_the_others()
         for unit in self._units:
-            unit.count_uses_anew()
+            unit.uses.count_anew()
         self._leave_units()
         with AS_THEY_ARE():
             for unit in self._units:
@@ -147,7 +143,7 @@ class Interruptions:
                     parameter.grad = None
         if not self._accumulation.interrupt(deferred=self._parts.deferred):
             for unit in self._units:
-                unit.gradient_ready = False
+                unit.gradient.ready = False
 
     def _end_with_the_others(self) -> None:
         """End all ranks, because the others are in the middle of the work that has ended here. They would take the next

@@ -30,19 +30,26 @@ class UpdateStep:
     grad_scale: float
 
 
-def _segments(
-    unit: Unit, within: slice, state_buffers: StateBuffers, gradient: torch.Tensor, steps: Sequence[SegmentStep]
-) -> Iterator[tuple[StateBuffers, torch.Tensor, Hyper, int]]:
-    """Yield (state buffers, gradient, hyper-parameters, first element in the unit's state buffers) for the part of
-    `within` in each of `steps`, in runs of the codec's length."""
-    most = unit.codec.update_run
-    for step in steps:
-        segment = step.segment
-        first, end = max(segment.start, within.start), min(segment.stop, within.stop)
-        for start in range(first, end, most):
-            stop = min(start + most, end)
-            part = slice(start - within.start, stop - within.start)
-            yield state_buffers.part(part, unit.state.specs), items_of(gradient, part), step.hyper, start
+@dataclass(frozen=True)
+class UpdateSpan:
+    """The elements `items` of a unit, with their state buffers and their gradient."""
+
+    unit: Unit
+    items: slice
+    buffers: StateBuffers
+    gradient: torch.Tensor
+
+    def segments(self, steps: Sequence[SegmentStep]) -> Iterator[tuple[StateBuffers, torch.Tensor, Hyper, int]]:
+        """Yield (state buffers, gradient, hyper-parameters, first element in the unit's state buffers) for the part of
+        the span in each of `steps`, in runs of the codec's length."""
+        most, within = self.unit.codec.update_run, self.items
+        for step in steps:
+            segment = step.segment
+            first, end = max(segment.start, within.start), min(segment.stop, within.stop)
+            for start in range(first, end, most):
+                stop = min(start + most, end)
+                part = slice(start - within.start, stop - within.start)
+                yield self.buffers.part(part, self.unit.state.specs), items_of(self.gradient, part), step.hyper, start
 
 
 @dataclass(frozen=True)
@@ -51,27 +58,18 @@ class HostUpdates:
 
     updater: CpuUpdater
 
-    def run(
-        self,
-        unit: Unit,
-        within: slice,
-        state_buffers: StateBuffers,
-        gradient: torch.Tensor,
-        step: UpdateStep,
-        part: Part = "whole",
-        way_back: WayBack | None = None,
-    ) -> int:
-        """Update the elements `within` of a unit. `state_buffers`, `gradient`: of these elements. `way_back`: the
-        unit's, where `within` is one of its runs. -> bytes moved."""
-        for buffers, span, hyper, first in _segments(unit, within, state_buffers, gradient, step.segments):
-            run = None if way_back is None else way_back.part(slice(first, first + span.numel()))
+    def run(self, span: UpdateSpan, step: UpdateStep, part: Part = "whole", way_back: WayBack | None = None) -> int:
+        """Update the elements of `span`. `way_back`: the unit's, where the span is one of its runs. -> bytes moved."""
+        unit = span.unit
+        for buffers, gradient, hyper, first in span.segments(step.segments):
+            run = None if way_back is None else way_back.part(slice(first, first + gradient.numel()))
             begin = unit.codec.update_begin(buffers.weight)
             where = {} if begin is buffers.weight else {"new_weight": buffers.weight}
             self.updater.update_(
                 begin,
                 buffers.remainder,
                 buffers.states(hyper.rule),
-                span,
+                gradient,
                 hyper,
                 step.grad_scale,
                 scales=buffers.scales(hyper.rule),
@@ -80,8 +78,8 @@ class HostUpdates:
                 part=part,
                 **(where if run is None else _arguments(run, hyper.rule)),
             )
-        log = way_back.part(within).nbytes if isinstance(way_back, UndoLog) else 0
-        return _moved(state_buffers, gradient, part) + log
+        log = way_back.part(span.items).nbytes if isinstance(way_back, UndoLog) else 0
+        return _moved(span, part) + log
 
 
 def _arguments(log: UndoLog | StateBuffers, rule: UpdateRule) -> dict[str, Any]:
@@ -96,8 +94,8 @@ def _arguments(log: UndoLog | StateBuffers, rule: UpdateRule) -> dict[str, Any]:
     return {"new_weight": log.new_weight, "old": copied}
 
 
-def _moved(state_buffers: StateBuffers, gradient: torch.Tensor, part: Part) -> int:
-    weights, all_states = state_buffers.weight_bytes(), state_buffers.nbytes()
+def _moved(span: UpdateSpan, part: Part) -> int:
+    weights, all_states = span.buffers.weight_bytes(), span.buffers.nbytes()
     moved = 2 * all_states
     if part == "weights":
         moved = weights + all_states
@@ -105,14 +103,15 @@ def _moved(state_buffers: StateBuffers, gradient: torch.Tensor, part: Part) -> i
         moved = 2 * (all_states - weights)
     elif part == "rest":
         return 0
-    return moved + gradient.nbytes
+    return moved + span.gradient.nbytes
 
 
 def device_update(unit: Unit, gradient: torch.Tensor, steps: Sequence[SegmentStep], grad_scale: float) -> None:
     """Update a GPU-tier unit on the compute stream."""
     whole = slice(0, unit.codec.numel)
-    for state_buffers, span, hyper, _ in _segments(unit, whole, unit.state.state_buffers(whole), gradient, steps):
-        _update_on_device(state_buffers, span, hyper, grad_scale)
+    span = UpdateSpan(unit, whole, unit.state.state_buffers(whole), gradient)
+    for state_buffers, part, hyper, _ in span.segments(steps):
+        _update_on_device(state_buffers, part, hyper, grad_scale)
 
 
 def _update_on_device(state_buffers: StateBuffers, gradient: torch.Tensor, hyper: Hyper, grad_scale: float) -> None:

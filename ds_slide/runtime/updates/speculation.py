@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,10 +25,13 @@ from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Future
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.updates.apply import HostUpdates, UpdateStep
+from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.undo_log import UndoLog
+
+if TYPE_CHECKING:
+    from ds_slide.runtime.weights.window import Window
 
 CALM_STEPS = 4
 """Consecutive norms below the limit, after which the next norm is expected to be below it."""
@@ -126,18 +129,11 @@ class Speculation:
         return "whole" if self._way_back.slices is None else "with_log"
 
     def _do(self, part: Part, run: slice, *, for_good: bool = False) -> int:
-        buffers, gradient = self.unit.state.state_buffers(run), self._state("gradient", run)
-        way_back = None if for_good else self._way_back
-        return self._host.run(self.unit, run, buffers, gradient, self._step, part, way_back)
+        span = UpdateSpan(self.unit, run, self.unit.state.state_buffers(run), self._state("gradient", run))
+        return self._host.run(span, self._step, part, None if for_good else self._way_back)
 
     def _state(self, name: str, items: slice) -> torch.Tensor:
         return self.unit.state.raw(name, items)
-
-
-class HoldsWeights(Protocol):
-    """Has copies of weights on the GPU (`ds_slide.runtime.weights.window.Window`)."""
-
-    def forget(self, unit: Unit) -> None: ...
 
 
 class Speculating:
@@ -199,7 +195,7 @@ class Speculating:
 
         self._lane.submit(speculation.unit.order, arrived, run, "speculative update", "spare")
 
-    def take_back(self, units: Iterable[Unit], window: HoldsWeights | None) -> None:
+    def take_back(self, units: Iterable[Unit], window: Window | None) -> None:
         """Give the units their old bits, and wait until they have them. `window`: forgets each unit whose weights have
         changed meanwhile. An interrupt leaves the units with their speculative updates, to be taken back again."""
         ahead = [(unit, speculation) for unit in units if (speculation := self.of(unit)) is not None]

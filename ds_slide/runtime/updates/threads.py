@@ -7,10 +7,6 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
-# Cores left to the Python thread, autograd's thread and the two copy lanes. On small machines one core is left.
-RESERVED_CORES = 2
-SMALL_MACHINE = 8
-
 
 def update_cores(
     threads: int | Literal["auto"], cores: Sequence[int] | Literal["auto", "none"], local_rank: int, local_ranks: int
@@ -26,8 +22,9 @@ def update_cores(
     if local_ranks > 1 and len(available) >= local_ranks:
         size = len(available) // local_ranks
         share = available[local_rank * size : (local_rank + 1) * size]
-    small = len(share) < SMALL_MACHINE
-    count = max(1, len(share) - (1 if small else RESERVED_CORES)) if threads == "auto" else threads
+    small = len(share) < 8
+    # Two cores are left to the Python thread, autograd's thread and the two copy lanes, one core on small machines.
+    count = max(1, len(share) - (1 if small else 2)) if threads == "auto" else threads
     if cores == "none" or (cores == "auto" and small):
         return count, []
     return count, share[-count:] if cores == "auto" else list(cores)

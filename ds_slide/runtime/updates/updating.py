@@ -1,4 +1,4 @@
-"""Starts the update of a span of a unit, wherever its states live."""
+"""Starts the update of a unit, span by span, wherever its states live."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ds_slide.optim.rule import Hyper, Part
 from ds_slide.plan.step_model import Schedules
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
-from ds_slide.runtime.core.unit import Unit, Update
-from ds_slide.runtime.updates.apply import HostUpdates, UpdateStep
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.update import Update
+from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating, Speculation
-from ds_slide.store.state import Leased
+from ds_slide.store.state import SpanLease
 from ds_slide.store.tiers import Held
 
 
@@ -41,6 +42,52 @@ class _HeldGradient:
         """Do nothing: the gradient stays where it is held."""
 
 
+@dataclass(frozen=True)
+class UnitUpdate:
+    """The update of one unit from one gradient, span by span, on the update lane."""
+
+    updating: Updating
+    unit: Unit
+    futures: Update
+    gradient: GradientInMemory
+    step: UpdateStep
+    speculation: Speculation | None = None
+    """The unit's, which has one span then; it counts or is taken back."""
+
+    def start(self, index: int, ready: Marker, *, reserved: bool = False) -> None:
+        """Update span `index` once `ready` has passed. `reserved`: `UnitState.reserve` was called before."""
+        lane, order = self.updating.lane, self.unit.order
+
+        # With two passes the lane gets both at once, and takes the states after all weights that are queued.
+        def submit(lease: SpanLease) -> None:
+            lane.submit(order, ready, lambda: self._run(lease))
+            if self.futures.two_passes:
+                lane.submit(order, ready, lambda: self._run_states(lease), "update of states", "later")
+
+        self.unit.state.lease(index, self.unit.spans[index], self.futures, submit, reserved=reserved)
+
+    def _run(self, lease: SpanLease) -> int:
+        moved, two_passes = 0, self.futures.two_passes
+        if self.speculation is None or not self.speculation.end(self.step):
+            moved = self._apply(lease, "weights" if two_passes else "whole")
+        self.futures.finish(lease.index)
+        self.gradient.used()
+        if not two_passes:
+            lease.put_back()
+        return moved
+
+    def _run_states(self, lease: SpanLease) -> int:
+        moved = self._apply(lease, "states")
+        lease.put_back()
+        self.futures.finish_states()
+        return moved
+
+    def _apply(self, lease: SpanLease, part: Part) -> int:
+        with self.updating.passes.timed():
+            span = UpdateSpan(self.unit, lease.span, lease.state_buffers(), self.gradient.load(lease.span))
+            return self.updating.host.run(span, self.step, part)
+
+
 class Updating:
     """Called by the compute thread (held gradients) or the d2h lane (gradients on arrival)."""
 
@@ -49,11 +96,11 @@ class Updating:
         self.deferred = settings.held_dtype is not None
         """Gradients wait for the step. Otherwise updates begin as they arrive, until a backward is in doubt
         (`ds_slide.runtime.gradients.holding`)."""
-        self._lane = context.lanes.update
+        self.lane = context.lanes.update
         self._failures = context.failures
-        self._host = HostUpdates(context.updater)
+        self.host = HostUpdates(context.updater)
         self.passes = Passes(settings.slide.update_passes)
-        self.speculating = Speculating(context, self._host, self.passes)
+        self.speculating = Speculating(context, self.host, self.passes)
 
     def schedules(self) -> Schedules:
         """Return when updates ran in the measured step and will run in the next. Speculative ones count as deferred."""
@@ -74,53 +121,9 @@ class Updating:
             and all(segment.hyper.two_passes for segment in step.segments)
             and not (speculation is not None and speculation.agrees(step))
         )
-        ready, update = unit.arrived.wait(), unit.open_update(self._failures, two_passes=two_passes)
+        ready, futures = unit.gradient.arrived.wait(), unit.open_update(self._failures, two_passes=two_passes)
+        update = UnitUpdate(self, unit, futures, _HeldGradient(held), step, speculation)
         for index in range(len(unit.spans)):
-            self.start(unit, index, update, ready, _HeldGradient(held), step, speculation=speculation)
+            update.start(index, ready)
         # After an interrupt before this line a checkpoint is loaded, and then no update may be speculative.
         self.speculating.forget(unit)
-
-    def start(
-        self,
-        unit: Unit,
-        index: int,
-        update: Update,
-        ready: Marker,
-        gradient: GradientInMemory,
-        step: UpdateStep,
-        *,
-        reserved: bool = False,
-        speculation: Speculation | None = None,
-    ) -> None:
-        """Update span `index` from `gradient` once `ready` has passed, on the update lane. `reserved`:
-        `UnitState.reserve` was called before. `speculation`: the unit's, which has one span then; it counts or is taken
-        back."""
-        span = unit.spans[index]
-
-        def apply(leased: Leased, part: Part) -> int:
-            with self.passes.timed():
-                return self._host.run(unit, span, leased(), gradient.load(span), step, part)
-
-        def run(leased: Leased) -> int:
-            moved = 0
-            if speculation is None or not speculation.end(step):
-                moved = apply(leased, "weights" if update.two_passes else "whole")
-            update.finish(index)
-            gradient.used()
-            if not update.two_passes:
-                unit.state.put_back(index, span)
-            return moved
-
-        def run_states(leased: Leased) -> int:
-            moved = apply(leased, "states")
-            unit.state.put_back(index, span)
-            update.finish_states()
-            return moved
-
-        # With two passes the lane gets both at once, and takes the states after all weights that are queued.
-        def submit(leased: Leased) -> None:
-            self._lane.submit(unit.order, ready, lambda: run(leased))
-            if update.two_passes:
-                self._lane.submit(unit.order, ready, lambda: run_states(leased), "update of states", "later")
-
-        unit.state.lease(index, span, update, submit, reserved=reserved)

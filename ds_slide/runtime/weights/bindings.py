@@ -2,6 +2,11 @@
 
 A block's parameters point into its slot from its entry until its exit. The unit that is bound to a slot owns it;
 `Window` gives the slot to another unit only after `release`.
+
+`Residents` tells the integration when resident parameters are used by the model and when a script may read them.
+Streamed blocks are COMPUTING from bind to unbind and ABSENT otherwise. Units that stay on the GPU keep their weights
+between forwards too; they are KEPT then, so that the integration can tell a script's writes from the model's reads. A
+write to the GPU's copy alone would be undone by the next update.
 """
 
 from __future__ import annotations
@@ -10,11 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_slide.runtime.core.clients import Binding
+from ds_slide.runtime.core.clients import Binding, Clients
 from ds_slide.runtime.core.futures import wait_on_stream
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.weights.residents import Residents
 from ds_slide.runtime.weights.window import Slot
 
 
@@ -44,17 +48,13 @@ class Bindings:
             parameter.data = self._parts.empty.tensors[unit.parameter_dtype]
         self._clients.set_availability(unit.parameters, Binding.ABSENT)
 
-    def take_back(self, units: Sequence[Unit]) -> None:
-        """Undo the units' speculative updates, bit by bit, and wait for the end."""
-        self._parts.updating.speculating.take_back(units, self._window)
-
     # ---- slots -------------------------------------------------------------------------------------------------------
 
     def bind_slot(self, unit: Unit, direction: str) -> Slot:
         """Bind a block to a slot, and make the compute stream wait until it is filled. `direction`: see
         `Window.acquire`."""
         assert self._window is not None
-        self.take_back((unit,))
+        self._parts.updating.speculating.take_back((unit,), self._window)
         if self._window.is_full_for(unit):
             self._give_up_slot()
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ class Bindings:
         """Unbind the first bound block that does not compute. Its backward binds the weights again when it needs
         them."""
         for slot in self.slots.values():
-            if slot.unit is not None and slot.unit.can_give_up_slot:
+            if slot.unit is not None and slot.unit.uses.can_give_up_slot:
                 self.unbind_slot(slot.unit)
                 return
 
@@ -100,13 +100,54 @@ class Bindings:
 
     def _end_visit(self, successor: Unit) -> None:
         unit, self._visited = self._visited, None
-        if unit is not None and unit is not successor and not unit.in_backward:
+        if unit is not None and unit is not successor and not unit.uses.in_backward:
             self.unbind_slot(unit)
 
     def release_all(self, units: Sequence[Unit]) -> None:
         """Release all slots after an exception: nothing computes with the bound weights any more."""
         for unit in units:
-            unit.computing = unit.raw = 0
+            unit.uses.computing = unit.uses.raw = 0
             self.unbind_slot(unit)
         if self._window is not None:
             self._window.release_all()
+
+
+class Residents:
+    """The units that are always on the GPU and whose parameters hold weights now, by `Unit.order`."""
+
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+        self._computing: dict[int, Unit] = {}
+        self._kept: dict[int, Unit] = {}
+
+    def bound(self, unit: Unit, *, computing: bool) -> None:
+        """Note that the unit's parameters hold its weights, and are COMPUTING so far."""
+        to, other = (self._computing, self._kept) if computing else (self._kept, self._computing)
+        other.pop(unit.order, None)
+        to[unit.order] = unit
+        if not computing:
+            self._clients.set_availability(unit.parameters, Binding.KEPT)
+
+    def is_kept(self, unit: Unit) -> bool:
+        """Whether the unit's parameters have its weights between forwards."""
+        return unit.order in self._kept
+
+    def leave(self, unit: Unit) -> None:
+        """Note that the unit's parameters are about to lose its weights. Harmless for other units."""
+        self._computing.pop(unit.order, None)
+        if self._kept.pop(unit.order, None) is not None:
+            self._clients.set_availability(unit.parameters, Binding.COMPUTING)
+
+    def begin_computing(self) -> None:
+        """Mark all units as COMPUTING, because a forward or backward begins."""
+        for unit in self._kept.values():
+            self._clients.set_availability(unit.parameters, Binding.COMPUTING)
+        self._computing.update(self._kept)
+        self._kept.clear()
+
+    def end_computing(self) -> None:
+        """Mark all units as KEPT, because the forward or backward has ended."""
+        for unit in self._computing.values():
+            self._clients.set_availability(unit.parameters, Binding.KEPT)
+        self._kept.update(self._computing)
+        self._computing.clear()

@@ -27,21 +27,21 @@ from torch.utils import _pytree as pytree
 from ds_slide.runtime.core.calls import (
     Call,
     RootState,
+    add_tensors,
     call_under_way,
     function_around,
     in_backward,
     is_in_vmap,
+    is_opaque,
     unwrapped,
 )
-from ds_slide.runtime.core.trees import add_tensors
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.weights.fields import differentiable, fields_in, tensors_of
 from ds_slide.runtime.weights.outputs import OutputEvents, hook_outputs
+from ds_slide.runtime.weights.passed import Passed, differentiable, fields_in, tensors_of
 from ds_slide.runtime.weights.resident_weights import ResidentWeights
 from ds_slide.runtime.weights.saved_weights import OpenHooks, SavedWeights, hooks_around
 from ds_slide.runtime.weights.uses import UseToken, WholeGradients, give_to, token_of_recomputation
 from ds_slide.runtime.weights.window import Slot
-from ds_slide.runtime.weights.written import Passed
 
 
 class BlockEvents(Protocol):
@@ -86,12 +86,6 @@ class _Boundary(torch.autograd.Function):
         return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
 
-def _is_opaque(node: Any) -> bool:
-    # Only plain containers are taken apart: a key-value cache, which transformers may register as a tree, would come
-    # back as another object, and what the block writes into it would be lost.
-    return not isinstance(node, tuple | list | dict)
-
-
 def _mapped(function: Callable[[Any], Any], node: Any) -> Any:
     """Return `node` with each leaf replaced by `function` of it."""
     # This does the work of torch's tree_map in half the time for the usual containers: each block's forward calls it
@@ -103,7 +97,7 @@ def _mapped(function: Callable[[Any], Any], node: Any) -> Any:
         return [_mapped(function, each) for each in node]
     if kind is dict:
         return {key: _mapped(function, each) for key, each in node.items()}
-    return function(node) if _is_opaque(node) else pytree.tree_map(function, node, is_leaf=_is_opaque)
+    return function(node) if is_opaque(node) else pytree.tree_map(function, node, is_leaf=is_opaque)
 
 
 def _gradients_enter(output: Any, given: Any, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -193,8 +187,8 @@ class BlockHooks:
         elif self._whole_gradients.awaited:
             self._whole_gradients.give_up()
         given: list[torch.Tensor] = []
-        add_tensors(given, args, _is_opaque)
-        add_tensors(given, kwargs, _is_opaque)
+        add_tensors(given, args, plain_only=True)
+        add_tensors(given, kwargs, plain_only=True)
         inputs = [tensor for tensor in given if differentiable(tensor)]
         with_graph = torch.is_grad_enabled()
         counted = forward.call is Call.FORWARD and (with_graph or self._root.expects_backward())
@@ -207,7 +201,7 @@ class BlockHooks:
             self._events.enter_forward(unit, with_backward=counted)
         else:
             self._events.enter_backward(unit)
-        unit.computing += 1
+        unit.uses.computing += 1
         token = UseToken(unit) if counted else None
         if context is not None and token is not None:
             give_to(context, token)
@@ -222,7 +216,7 @@ class BlockHooks:
             stays = forward.call is Call.REENTRANT and forward.passed is not None and hooks_around() is None
             if stays and not self._saved.has_raw():
                 forward.raw = True
-                unit.raw += 1
+                unit.uses.raw += 1
             else:
                 self._open = self._saved.open()
         return args, kwargs
@@ -252,7 +246,7 @@ class BlockHooks:
         if forward is None:  # another hook has raised before `_before`
             return
         self._forward = None
-        unit.computing = max(0, unit.computing - 1)
+        unit.uses.computing = max(0, unit.uses.computing - 1)
         passed, given = forward.passed, forward.given
         forward.passed = forward.given = None  # the boundary's node holds `forward`, and must not hold itself
         known: Sequence[torch.Tensor] = ()
@@ -273,7 +267,7 @@ class BlockHooks:
 
     def _leave_backward(self, forward: _Forward, token: UseToken | None) -> None:
         if forward.raw:
-            self._unit.raw = max(0, self._unit.raw - 1)
+            self._unit.uses.raw = max(0, self._unit.uses.raw - 1)
         if token is None:
             self._events.leave_backward(self._unit)
         else:

@@ -18,7 +18,7 @@ from ds_slide.compression.codec import Masters, SegmentStep
 from ds_slide.runtime.core.calls import RootState, in_backward
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
-from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.weights.bindings import Bindings
@@ -108,7 +108,8 @@ class ResidentWeights:
             h2d.wait(free, f"the buffer of {unit.name} on the GPU")
             for span, updated in parts:
                 updated.wait()
-                unit.await_others(version)
+                if unit.shared is not None:
+                    unit.shared.await_others(unit, version)
                 start = self._device.mark(h2d.stream, timed=True)
                 moved = self._fill_span(unit, span, masters, steps)
                 end = self._device.mark(h2d.stream, timed=True)
@@ -157,7 +158,8 @@ class ResidentWeights:
             self._gather_masters(unit)
             return
         if unit.is_uploaded:
-            unit.await_others(unit.version)
+            if unit.shared is not None:
+                unit.shared.await_others(unit, unit.version)
             self._parts.uploads.fill(unit, resident)
         if unit.is_gathered:
             self._device.wait(self._parts.gathers.into(unit, resident, self._device.mark()))

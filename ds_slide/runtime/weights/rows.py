@@ -1,5 +1,5 @@
-"""An outer module that stays in host memory: chunks of its rows are streamed through two GPU buffers, their gradients
-through two more.
+"""A head that stays in host memory (`ds_slide.stream_head`): chunks of its rows are streamed through two GPU buffers,
+their gradients through two more.
 
     h2d lane        fills a row buffer when its last reader has been submitted and the rows have had their update
     compute stream  reads the rows, and in backward writes the gradient of the same rows
@@ -14,18 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from ds_slide.errors import SlideError
+from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.model.structure import ModelStructure
 from ds_slide.plan.allocations import ROW_BUFFERS
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
-from ds_slide.runtime.core.futures import Future
+from ds_slide.runtime.core.futures import Future, wait_on_stream
+from ds_slide.runtime.core.settings import RuntimeSettings
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
+
+if TYPE_CHECKING:
+    from ds_slide.runtime.engine import SlideRuntime
 
 CHUNK_NUMEL = 1 << 24
 """The most elements of a chunk: 32 MiB of bf16, 0.6 ms of transfer, 8,192 rows of 2,048."""
@@ -36,14 +42,6 @@ def chunk_rows(rows: int, width: int) -> int:
     """Return the rows of a chunk of a matrix [rows, width]."""
     fitting = max(1, CHUNK_NUMEL // width)
     return min(rows, fitting // ROW_MULTIPLE * ROW_MULTIPLE or fitting)
-
-
-class RowEvents(Protocol):
-    """The part of the runtime that serves streamed rows."""
-
-    def wait(self, future: Future) -> None: ...
-    def enter_backward(self, unit: Unit) -> object: ...
-    def begin_streamed_gradient(self, unit: Unit, gradient: StreamedGradient) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -72,13 +70,7 @@ class StreamedRows:
     until the next chunk is requested, then to the d2h lane until its future is kept.
     """
 
-    def __init__(
-        self,
-        buffers: RowBuffers,
-        context: Context,
-        gradients: Gradients,
-        events: RowEvents,
-    ) -> None:
+    def __init__(self, buffers: RowBuffers, context: Context, gradients: Gradients, engine: SlideRuntime) -> None:
         self.unit = buffers.unit
         entry = self.unit.layout.entries[0]
         self.shape = torch.Size(entry.shape)
@@ -86,7 +78,8 @@ class StreamedRows:
         self._buffers = buffers
         self._device, self._failures = context.device, context.failures
         self._h2d, self._d2h = context.lanes.outer_h2d, context.lanes.d2h
-        self._gradients, self._events = gradients, events
+        self._gradients, self._engine = gradients, engine
+        self._recorder = context.recorder
         self._read: list[Marker] = [PASSED] * len(buffers.weights)
         self._copied = [Future.kept(context.failures) for _ in buffers.gradients]
         self._open: StreamedGradient | None = None
@@ -126,14 +119,14 @@ class StreamedRows:
         A pass that is given up early leaves zeros for the missing rows.
         """
         updates = self._updates()  # before this gradient opens an update that the rows would wait for
-        self._events.enter_backward(self.unit)
+        self._engine.enter_backward(self.unit)
         self._open = gradient = StreamedGradient(self._device, self._d2h.stream, self._failures)
-        self._events.begin_streamed_gradient(self.unit, gradient)
+        self._engine.taking.finalize(self.unit, gradient)
         width = self.shape[1]
         try:
             for number, (first, rows) in enumerate(self._pass(updates)):
                 turn = number % len(self._copied)
-                self._events.wait(self._copied[turn])
+                wait_on_stream(self._copied[turn], self._device, self._recorder)
                 flat = self._buffers.gradients[turn][: rows.numel()]
                 yield first, rows, flat.view(rows.shape)
                 self._gradients.add_square_sum(self.unit, flat)
@@ -155,7 +148,7 @@ class StreamedRows:
         ready = [self._request(number, first, updates) for number, first in enumerate(firsts[:ROW_BUFFERS])]
         for number, first in enumerate(firsts):
             turn, count = number % ROW_BUFFERS, min(self._buffers.rows, height - first)
-            self._events.wait(ready[turn])
+            wait_on_stream(ready[turn], self._device, self._recorder)
             try:
                 yield first, self._buffers.weights[turn][: count * width].view(count, width)
             finally:
@@ -184,3 +177,86 @@ class StreamedRows:
 
         lane.submit(job)
         return ready
+
+
+# ---- which head it is ------------------------------------------------------------------------------------------------
+
+ASKED = "ds_slide.stream_head is true"
+WAY_OUT = "set it to false"
+
+
+@dataclass(frozen=True)
+class StreamedHead:
+    """The head whose rows are streamed. `path`: the name of the module in `named_modules()`."""
+
+    path: str
+    module: nn.Linear
+
+
+def find_streamed_head(model: nn.Module, world_size: int) -> StreamedHead:
+    """Return the head of `model`, a plain linear layer with a weight of its own, that `ds_slide.stream_head` means.
+    Raises SlideConfigError for any other head."""
+    if world_size > 1:
+        raise SlideConfigError(
+            f"{ASKED}, but the rows of a head pass through one GPU and there are {world_size} ranks; {WAY_OUT}"
+        )
+    # The head must be a plain linear layer without a bias.
+    head = _output_embeddings(model)
+    if head is None:
+        raise SlideConfigError(
+            f"{ASKED}, but {type(model).__name__} names no head by get_output_embeddings(); {WAY_OUT}"
+        )
+    path = next(name for name, module in model.named_modules() if module is head)
+    if type(head) is not nn.Linear:
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise SlideConfigError(f"{ASKED}, but the head {path} is a {kind} and not torch's nn.Linear; {WAY_OUT}")
+    others = [name for name, _ in head.named_parameters() if name != "weight"]
+    if others:
+        found = "a bias" if others == ["bias"] else f"a parameter {others[0]}"
+        raise SlideConfigError(f"{ASKED}, but the head {path} has {found}, which needs the GPU; {WAY_OUT}")
+    # No other module may use its weight, and no hook may need the weight or its gradient as a whole.
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight]
+    if len(names) > 1:
+        other = next(name for name in names if name != f"{path}.weight")
+        raise SlideConfigError(
+            f"{ASKED}, but the head {path} shares its weight with {other}, which needs it on the GPU as a whole; "
+            f"{WAY_OUT}, or untie them"
+        )
+    if "forward" in head.__dict__ or head._forward_hooks or head._forward_pre_hooks:
+        raise SlideConfigError(f"{ASKED}, but the head {path} has hooks or a forward of its own; {WAY_OUT}")
+    if head.weight._backward_hooks or head.weight._post_accumulate_grad_hooks:
+        raise SlideConfigError(
+            f"{ASKED}, but the weight of the head {path} has hooks for its gradient, which never exists as a whole; "
+            f"{WAY_OUT}"
+        )
+    return StreamedHead(path, head)
+
+
+def check_streamed_head(head: StreamedHead, structure: ModelStructure, settings: RuntimeSettings) -> None:
+    """Raise SlideConfigError for a head whose rows cannot be streamed as its unit is.
+
+    A head that is, or is in, a block is streamed through the window as a whole. The gradient of any other head is
+    copied down as it is made, so it must be in the data type of reduced gradients.
+    """
+    unit = next(each for each in structure.units if any(p is head.module.weight for _, p in each.parameters))
+    if unit.kind == "block":
+        raise SlideConfigError(
+            f"{ASKED}, but the head {head.path} belongs to the block {unit.name}, which passes through the GPU "
+            f"anyway; {WAY_OUT}, or leave the head out of ds_slide.blocks"
+        )
+    gradient_dtype = settings.gradient_of(unit.precision)
+    if head.module.weight.requires_grad and unit.precision.weight != gradient_dtype:
+        raise SlideConfigError(
+            f"{ASKED}, but the head {head.path} is {head.module.weight.dtype} and gradients are reduced in "
+            f"{gradient_dtype} (communication_data_type), while its own goes down as it is made; {WAY_OUT}"
+        )
+
+
+def _output_embeddings(model: nn.Module) -> Any:
+    """Return the head that the outermost module with a head names (adapters wrap the model that has it)."""
+    for module in model.modules():
+        if callable(find := getattr(type(module), "get_output_embeddings", None)):
+            head = find(module)
+            if head is not None and any(part is head for part in model.modules()):
+                return head
+    return None

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -30,15 +30,11 @@ from torch import nn
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.window import Slot
 
+if TYPE_CHECKING:
+    from ds_slide.runtime.engine import SlideRuntime
+
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
-
-
-class Events(Protocol):
-    """Binds the weights that backward needs. All calls come from the compute thread."""
-
-    def enter_backward(self, unit: Unit) -> Slot | None: ...
-    def visit(self, unit: Unit) -> Slot: ...
 
 
 # These classes are NamedTuples: an object is made for every saved tensor, and a frozen dataclass takes twice as long.
@@ -111,31 +107,39 @@ class _Packed(NamedTuple):
     value: Any
 
 
-class SavedWeights:
-    """Makes the hooks of each block's forward. `slots`: all slots, by the address of their memory. `bound`: the slots
-    that parameters point to, by `Unit.order`."""
+class References(Protocol):
+    """Saves tensors as references to their place, and finds them again."""
 
-    def __init__(self, slots: Mapping[int, Slot], bound: Mapping[int, Slot], events: Events) -> None:
+    def reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
+        """Return a reference to a tensor, None for a tensor that is saved as usual."""
+
+    def restore(self, saved: Any) -> torch.Tensor:
+        """Return the tensor of a reference."""
+
+
+class SavedWeights:
+    """The `References` of each block's forward. `slots`: all slots, by the address of their memory. `bound`: the slots
+    that parameters point to, by `Unit.order`. `engine` binds the weights that backward needs."""
+
+    def __init__(self, slots: Mapping[int, Slot], bound: Mapping[int, Slot], engine: SlideRuntime) -> None:
         self._slots = slots
         self._bound = bound
-        self._events = events
+        self._engine = engine
+        self._unchecked = _Unchecked(self)
+        self._of_backward = _OfBackward(self)
 
     def open(self) -> OpenHooks:
         """Open hooks that are in force until they are closed."""
         # A checkpoint computes with the weights at the time of its recomputation, and torch does not compare versions.
         around = hooks_around()
         recomputes = around is not None and around[0].__module__ == "torch.utils.checkpoint"
-        return OpenHooks(self._unchecked if recomputes else self._reference, self._restore)
-
-    def _unchecked(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
-        reference = self._reference(tensor)
-        return None if reference is None else reference._replace(version=None)
+        return OpenHooks(self._unchecked if recomputes else self)
 
     def has_raw(self) -> bool:
         """Whether a graph has saved weights of a bound block as they are."""
-        return any(slot.unit is not None and slot.unit.raw for slot in self._bound.values())
+        return any(slot.unit is not None and slot.unit.uses.raw for slot in self._bound.values())
 
-    def _reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
+    def reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
         if tensor.layout is not torch.strided or tensor._is_zerotensor():  # forward mode saves zeros without memory
             return None
         slot = self._slots.get(tensor.untyped_storage().data_ptr())
@@ -151,26 +155,46 @@ class SavedWeights:
             version = 0 if base is None else base._version
         return SlotReference(slot.unit, tensor.dtype, *place, base, version)
 
-    def _restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
+    def restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
         _require_unchanged(saved)
         # Mostly the block is bound already, for another saved tensor: a block has nine or more.
-        slot = self._bound.get(saved.unit.order) if saved.unit.in_backward else None
+        slot = self._bound.get(saved.unit.order) if saved.unit.uses.in_backward else None
         if slot is None:
-            slot = self._events.enter_backward(saved.unit)
-        return self._restored(saved, slot)
+            slot = self._engine.enter_backward(saved.unit)
+        return self.at(saved, slot)
 
-    def _restore_again(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
+    def restore_again(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
         """Give a weight to the graph of a backward. Its nodes run before the block's own nodes."""
         _require_unchanged(saved)
-        return self._restored(saved, self._bound.get(saved.unit.order) or self._events.visit(saved.unit))
+        return self.at(saved, self._bound.get(saved.unit.order) or self._engine.visit(saved.unit))
 
-    def _restored(self, saved: SlotReference | ParameterReference, slot: Slot | None) -> torch.Tensor:
-        if torch.is_grad_enabled() and not _is_open(self._restore_again):  # in backward: with create_graph
-            OpenHooks(self._reference, self._restore_again)
+    def at(self, saved: SlotReference | ParameterReference, slot: Slot | None) -> torch.Tensor:
+        """Return the tensor of a reference, in the slot that is bound to its unit."""
+        if torch.is_grad_enabled() and not _is_open(self._of_backward):  # in backward: with create_graph
+            OpenHooks(self._of_backward)
         if isinstance(saved, ParameterReference):
             return saved.parameter
         assert slot is not None
         return slot.buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+
+class _Unchecked:
+    """The references of a forward under a checkpoint, which may change weights before it recomputes."""
+
+    def __init__(self, saved: SavedWeights) -> None:
+        self._saved = saved
+        self.restore = saved.restore
+
+    def reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
+        reference = self._saved.reference(tensor)
+        return None if reference is None else reference._replace(version=None)
+
+
+class _OfBackward:
+    """The references of the graph that a backward with `create_graph` makes."""
+
+    def __init__(self, saved: SavedWeights) -> None:
+        self.reference, self.restore = saved.reference, saved.restore_again
 
 
 def _parameter_at(unit: Unit, tensor: torch.Tensor) -> nn.Parameter | None:
@@ -182,11 +206,11 @@ def _parameter_at(unit: Unit, tensor: torch.Tensor) -> nn.Parameter | None:
     return None
 
 
-def _is_open(restore: Callable[[Any], torch.Tensor]) -> bool:
-    """Whether the topmost hooks restore by this function."""
+def _is_open(references: References) -> bool:
+    """Whether the topmost hooks use these references."""
     top = hooks_around()
     owner = None if top is None else getattr(top[0], "__self__", None)
-    return isinstance(owner, OpenHooks) and owner.restores_by(restore)
+    return isinstance(owner, OpenHooks) and owner.references is references
 
 
 def hooks_around() -> tuple[Pack, Unpack] | None:
@@ -216,12 +240,9 @@ def _stack() -> list[tuple[Pack, Unpack]]:
 class OpenHooks:
     """Hooks that are in force from their construction to `close`."""
 
-    def __init__(
-        self,
-        reference: Callable[[torch.Tensor], SlotReference | ParameterReference | None],
-        restore: Callable[[Any], torch.Tensor],
-    ) -> None:
-        self._reference, self._restore = reference, restore
+    def __init__(self, references: References) -> None:
+        self.references = references
+        self._reference, self._restore = references.reference, references.restore
         self._below = _stack()
         self._around = self._below[-1] if self._below else None
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
@@ -230,9 +251,6 @@ class OpenHooks:
     def are_alone(self) -> bool:
         """Whether there are no other hooks around these."""
         return self._around is None
-
-    def restores_by(self, restore: Callable[[Any], torch.Tensor]) -> bool:
-        return self._restore == restore
 
     def close(self) -> None:
         """Take away these hooks only. A forward hook of the block that opened other hooks closes them later.

@@ -1,12 +1,17 @@
-"""Uploads of weights from host memory or SSD into a GPU buffer, by a lane; no collective is called here.
+"""Weights on their way into a GPU buffer: a lane uploads them, and the compute thread gathers the parts of the ranks.
 
 For shared weights the parts of all ranks are uploaded. A block's parts are copied to a scratch buffer, one copy each,
 and one kernel lays them out: its many small parameters would cost a copy each. An outer module's few large parts are
 copied straight to their places: a scratch buffer would be as large as the outer module.
 
-A GPU buffer of a unit whose weights are gathered ends with room for this rank's part, after the unit in slot layout.
-The lane fills that room, and the compute thread gathers from it when it binds the unit
-(`ds_slide.runtime.weights.gathers`).
+Weights that no rank can read as a whole in its memory are gathered: each rank uploads its part. They are the weights of
+several machines, of blocks on SSD, of units that are updated on the GPU, and of all units with `"share_weights":
+false`. A GPU buffer of such a unit ends with room for this rank's part, after the unit in slot layout. The lane fills
+that room, and calls no collective; the compute thread gathers from it when it binds the unit.
+
+A gather is a collective, so it must not depend on the present content of a rank's window: a block is gathered each time
+it is bound. If the window has a slot for each of its blocks, no block ever makes room for another on any rank. Only
+then gathered weights stay until they change.
 """
 
 from __future__ import annotations
@@ -15,16 +20,27 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ds_slide.model.layout import pieces
-from ds_slide.runtime.core.device import Device
-from ds_slide.runtime.core.futures import Failures, synchronize
-from ds_slide.runtime.core.ranks.collectives import lay_out
+from ds_slide.model.layout import UnitLayout, pieces
+from ds_slide.runtime.core.device import PASSED, Device, Marker
+from ds_slide.runtime.core.futures import Failures, Future, synchronize
+from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.weights.window import Slot
 
 
 def own_part(unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
     """Return this rank's part ([local_numel]) of a gathered unit's GPU buffer, which has the unit's data type."""
     return buffer[buffer.numel() - unit.layout.local_numel :]
+
+
+def _lay_out(layout: UnitLayout, flat: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy the parts of all ranks ([>= world_size * local_numel], rank-major) to their places in slot layout."""
+    local = layout.local_numel
+    targets, sources = [], []
+    for rank, source, place in pieces(layout):
+        targets.append(buffer[place])
+        sources.append(flat[rank * local + source.start : rank * local + source.stop])
+    torch._foreach_copy_(targets, sources)
 
 
 class Uploads:
@@ -52,8 +68,10 @@ class Uploads:
             return self._fill_from_all(unit, parts, buffer)
         numel = unit.layout.local_numel
         target = own_part(unit, buffer) if unit.is_gathered else buffer[:numel]
-        with unit.state.weights.for_upload(lambda: self._copied(unit)) as weight:
+        with unit.state.weights.for_upload() as weight:
             target.copy_(weight, non_blocking=True)
+            if unit.state.weights.buffer.tier == "ssd":  # the host buffer goes to other weights at the end
+                self._copied(unit)
         return numel * buffer.element_size()
 
     def _fill_from_all(self, unit: Unit, parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> int:
@@ -63,7 +81,7 @@ class Uploads:
             scratch = self._scratch.view(unit.dtype)
             for rank, part in enumerate(parts):
                 scratch[rank * numel : (rank + 1) * numel].copy_(part, non_blocking=True)
-            lay_out(unit.layout, scratch, buffer)
+            _lay_out(unit.layout, scratch, buffer)
             return len(parts) * numel * buffer.element_size()
         moved = 0
         for rank, source, place in pieces(unit.layout):
@@ -75,3 +93,42 @@ class Uploads:
     def _copied(self, unit: Unit) -> None:
         """Wait, on this lane, until its copies so far have run."""
         synchronize(self._failures, self._device.mark(host_waits=True), f"the upload of the weights of {unit.name}")
+
+
+class Gathers:
+    """Gathers weights, called by the compute thread. `scratch` belongs to the collectives stream. It has the bytes of
+    world_size times the largest rank's part; None where nothing is gathered."""
+
+    def __init__(self, ranks: Ranks, scratch: torch.Tensor | None, *, all_fit: bool) -> None:
+        """Make the gathers of an engine. `all_fit`: the window has a slot for each streamed block."""
+        self._ranks = ranks
+        self.scratch = scratch
+        self._all_fit = all_fit
+        self._gathered: dict[int, Future] = {}
+        """The upload that was gathered last, by slot."""
+
+    def forget(self, *, all_fit: bool) -> None:
+        """Treat all slots as not gathered: the slots of another rank may have held something else."""
+        self._all_fit = all_fit
+        self._gathered.clear()
+
+    def into_slot(self, unit: Unit, slot: Slot) -> Marker:
+        """Gather the unit into the slot that holds it, after its upload. Returns the marker of its end."""
+        assert slot.ready is not None
+        uploaded = slot.ready.wait()
+        if self._all_fit and self._gathered.get(slot.index) is slot.ready:
+            return PASSED  # the compute stream has waited for it when it was bound before
+        self._gathered[slot.index] = slot.ready
+        # The upload has waited for compute that used the slot before it, but not for later compute.
+        return self.into(unit, slot.buffer, uploaded, slot.free)
+
+    def into(self, unit: Unit, buffer: torch.Tensor, *after: Marker, in_step: bool = False) -> Marker:
+        """Gather the unit into a buffer in slot layout, from its weights on the GPU or from the uploaded parts."""
+        assert self.scratch is not None
+        buffer = buffer.view(unit.dtype)
+        own = unit.state.weights.own_part(own_part(unit, buffer))
+        gathered = self.scratch.view(unit.dtype)[: self._ranks.world_size * unit.layout.local_numel]
+        self._ranks.gather_weights(unit.name, own, gathered, *after, in_step=in_step)
+        with self._ranks.on_stream():
+            _lay_out(unit.layout, gathered, buffer)
+        return self._ranks.mark()

@@ -8,8 +8,6 @@ run. A graph that is dropped without a backward ends its uses, too.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -36,22 +34,22 @@ class UseToken:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._counting = unit.counting
+        self._counting = unit.uses.resets
         self._fired = -1
 
     @property
     def is_open(self) -> bool:
-        return self._fired != self.unit.left_out and self._counting == self.unit.counting
+        return self._fired != self.unit.uses.left_out and self._counting == self.unit.uses.resets
 
     def fire(self, events: UseEvents) -> None:
         # A backward with create_graph does not end the use: the backward that follows does.
-        self._fired = -1 if torch.is_grad_enabled() else self.unit.left_out
+        self._fired = -1 if torch.is_grad_enabled() else self.unit.uses.left_out
         events.leave_backward(self.unit)
 
     def __del__(self) -> None:
         # torch.compile makes an object without its constructor.
         if hasattr(self, "_fired") and self.is_open:
-            self.unit.uses = max(0, self.unit.uses - 1)
+            self.unit.uses.begun = max(0, self.unit.uses.begun - 1)
 
 
 def give_to(context: Any, token: UseToken) -> None:
@@ -86,11 +84,12 @@ class WholeGradients:
         bound."""
         task = graph_task()
         if task not in self.awaited:
-            self.awaited[task] = _WholeGradient(self._unit, functools.partial(self._arrived, task))
+            self.awaited[task] = _WholeGradient(self._unit, self, task)
         if token.is_open and token not in self.awaited[task].tokens:
             self.awaited[task].tokens.append(token)
 
-    def _arrived(self, task: int) -> None:
+    def complete(self, task: int) -> None:
+        """End the tokens of a graph task, whose gradients are complete."""
         whole = self.awaited.pop(task)
         whole.give_up()
         for token in whole.tokens:
@@ -103,12 +102,12 @@ class WholeGradients:
 
 
 class _WholeGradient:
-    """The gradients of one unit in one backward. Calls `arrived` with the last one, if there are any."""
+    """The gradients of one unit in one backward, the graph task `task`. The last one, if there are any, completes it
+    in `whole`."""
 
-    def __init__(self, unit: Unit, arrived: Callable[[], None]) -> None:
+    def __init__(self, unit: Unit, whole: WholeGradients, task: int) -> None:
         self.tokens: list[UseToken] = []
-        self._task = graph_task()
-        self._arrived = arrived
+        self._whole, self._task = whole, task
         trainable = [parameter for each in (unit, *unit.parts) for parameter, _ in each.trainable]
         awaited = [parameter for parameter in trainable if parameter.requires_grad and _will_get_gradient(parameter)]
         self._missing = len(awaited)
@@ -118,7 +117,7 @@ class _WholeGradient:
         if graph_task() == self._task:
             self._missing -= 1
             if not self._missing:
-                self._arrived()
+                self._whole.complete(self._task)
 
     def give_up(self) -> None:
         for handle in self._handles:

@@ -17,9 +17,9 @@ from typing import Literal, Protocol
 import torch
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.core.device import PASSED, Device, Marker
-from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.device import PASSED, Marker
+from ds_slide.runtime.core.futures import Future
 from ds_slide.runtime.core.unit import Unit
 
 Direction = Literal["forward", "backward", "inference"]
@@ -82,9 +82,7 @@ class Window:
 
     def __init__(
         self,
-        device: Device,
-        h2d: StreamWorker,
-        failures: Failures,
+        context: Context,
         order: Sequence[Unit],
         buffers: Sequence[torch.Tensor],
         source: Source,
@@ -92,9 +90,9 @@ class Window:
     ) -> None:
         """Make the slots. `ahead` is told about the blocks after the slots each time they change."""
         self._ahead = ahead
-        self._device = device
-        self._h2d = h2d
-        self._failures = failures
+        self._device = context.device
+        self._h2d = context.lanes.h2d
+        self._failures = context.failures
         self._order = list(order)
         self._position = {unit.order: position for position, unit in enumerate(order)}
         self._source = source
@@ -221,7 +219,7 @@ class Window:
             yield from (unit for unit in reversed(order[:position]) if unit.awaits_backward)
             for unit in order:
                 # Its weights are about to change: fetching them now would fetch them twice.
-                if unit.awaits_backward or unit.is_postponed:
+                if unit.awaits_backward or unit.gradient.is_postponed:
                     return
                 yield unit
 
@@ -241,7 +239,8 @@ class Window:
 
         def job() -> None:
             updated.wait()
-            unit.await_others(version)
+            if unit.shared is not None:
+                unit.shared.await_others(unit, version)
             self._h2d.wait(free, f"a slot of the window for {unit.name}")
             start = self._device.mark(self._h2d.stream, timed=True)
             moved = self._source.fill(unit, slot.buffer)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from ds_slide.store.directories.owned_directory import (
     REMOVED,
-    Known,
+    Content,
     first_foreign,
     is_at,
     open_owned,
@@ -163,11 +163,11 @@ def remove_dead(path: Path, parent: int, prepare: Prepare) -> None:
             _remove_if_empty(name, parent, directory)
 
 
-def require_known(directory: int, known: Known, owner: str) -> None:
-    """Raise OSError where the directory holds something that no `owner` puts there."""
-    foreign = first_foreign(directory, known)
+def require_content(directory: int, content: Content) -> None:
+    """Raise OSError where the directory holds something that the owner of `content` does not put there."""
+    foreign = first_foreign(directory, content)
     if foreign is not None:
-        raise OSError(errno.ENOTEMPTY, f"it holds {foreign!r}, which no {owner} puts there")
+        raise OSError(errno.ENOTEMPTY, f"it holds {foreign!r}, which no {content.owner} puts there")
 
 
 def remove_unlocked(name: str, parent: int, directory: int) -> None:

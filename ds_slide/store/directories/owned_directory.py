@@ -16,17 +16,31 @@ import pwd
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-Known = Callable[[str, bool, int], bool]
-"""Whether we make an entry of this name. Arguments: name, whether it is a directory, levels below (0: at the top)."""
+
+@dataclass(frozen=True)
+class Content:
+    """The entries that an `owner`, such as "save", puts into its directory. `files`: the names of files at the top.
+    `files_below`: the names of files in directories, None where the owner makes no directories."""
+
+    owner: str
+    files: re.Pattern[str]
+    files_below: re.Pattern[str] | None = None
+
+    def has(self, name: str, *, is_directory: bool, level: int) -> bool:
+        """Whether the owner makes an entry of this name, `level` directories below the top."""
+        if is_directory:
+            return self.files_below is not None and name.isprintable()
+        names = self.files_below if level else self.files
+        return names is not None and names.fullmatch(name) is not None
+
 
 _READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Deeper than any tag. Every level holds a descriptor open.
 _MOST_LEVELS = 32
-# Another process may rename the directory all the time. One of this many attempts finds it under the name just seen.
-_ATTEMPTS = 100
 # Errors of O_TMPFILE that a named file would meet as well. Other errors may concern nameless files only.
 _NO_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # Errors for a removed directory that is still open. FUSE and NFS, which use paths for open directories, give them.
@@ -141,21 +155,22 @@ def is_hidden(name: str) -> bool:
     return _HIDDEN.fullmatch(name) is not None
 
 
-def first_foreign(directory: int, known: Known, level: int = 0) -> str | None:
+def first_foreign(directory: int, content: Content, level: int = 0) -> str | None:
     """Return the first entry in the directory or below that is not ours, None where all may be ours. Ours are regular
-    files and directories of our user on this file system. Their names are `known` or, for a file, `is_hidden`."""
+    files and directories of our user on this file system. Their names are of `content` or, for a file, `is_hidden`."""
     for name in sorted(os.listdir(directory)):
         found = status_of(name, directory)
         if found is None:
             continue
         is_directory = stat.S_ISDIR(found.st_mode)
-        is_known = known(name, is_directory, level) or (is_hidden(name) and not is_directory)
+        is_known = content.has(name, is_directory=is_directory, level=level)
+        is_known = is_known or (is_hidden(name) and not is_directory)
         if not is_known or level == _MOST_LEVELS:
             return name
         if is_directory:
             try:
                 with owned(name, directory) as inner:
-                    foreign = first_foreign(inner, known, level + 1)
+                    foreign = first_foreign(inner, content, level + 1)
             except OSError:
                 return name
             if foreign is not None:
@@ -210,7 +225,7 @@ def remove_empty(name: str, parent: int, directory: int) -> bool:
 
     Returns False where its name cannot be found. rmdir removes only an empty directory. Raises OSError.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(100):  # another process may rename it all the time: one attempt finds it under the name just seen
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # renamed since it was seen
             if is_at(name, parent, directory):
                 os.rmdir(name, dir_fd=parent)

@@ -18,8 +18,6 @@ from pathlib import Path
 from ds_slide.errors import SlideError
 from ds_slide.store.directories.owned_directory import opened, present_path, unnamed_file, warn_if_writable_by_others
 
-_TRIAL = b"\xa5" * 4096
-
 
 @dataclass(frozen=True)
 class RunFile:
@@ -40,7 +38,7 @@ class RunFiles:
 
     def __init__(self, parent: Path, *, json_path: str = "ds_slide.nvme_path") -> None:
         self.path = Path(os.path.abspath(parent.expanduser()))
-        self._json_path = json_path
+        self.json_path = json_path
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with opened(self.path) as directory:
@@ -66,18 +64,18 @@ class RunFiles:
             advice = "something that is not a directory is in the way; name a directory"
         else:
             advice = "name a directory on a local disk that this user may write to"
-        return SlideError(f"{self._json_path}: no file can be made in {str(self.path)!r} ({error.strerror}); {advice}")
+        return SlideError(f"{self.json_path}: no file can be made in {str(self.path)!r} ({error.strerror}); {advice}")
 
 
 def _unlinked_file(parent: int) -> int:
     """Make and unlink a file in the directory open as `parent`. Raises OSError, also where the unlinked file does not
     return what was written to it."""
-    name = f".ds_slide-{secrets.token_hex(6)}"
+    name, trial = f".ds_slide-{secrets.token_hex(6)}", b"\xa5" * 4096
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(name, flags, 0o600, dir_fd=parent)
     try:
         os.unlink(name, dir_fd=parent)
-        if os.pwrite(descriptor, _TRIAL, 0) != len(_TRIAL) or os.pread(descriptor, len(_TRIAL), 0) != _TRIAL:
+        if os.pwrite(descriptor, trial, 0) != len(trial) or os.pread(descriptor, len(trial), 0) != trial:
             raise OSError(errno.EIO, "an open file cannot be unlinked there")
         os.ftruncate(descriptor, 0)
     except BaseException:

@@ -6,19 +6,13 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ds_slide import _native
 from ds_slide.store.directories.run_files import RunFiles
-
-SECONDS = 0.3
-REQUEST_BYTES = 2 << 20
-DEPTH = 16
-# The file is larger than a disk's own cache could hide in a third of a second. It is written first, in about the same
-# time, because space that was never written is read without the disk.
-FILE_BYTES = 128 << 20
+from ds_slide.store.ssd.extents import REQUEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -32,51 +26,70 @@ class Bandwidths:
     backend: str
 
 
-def mixed_bandwidth(files: RunFiles, backend: str, seconds: float = SECONDS) -> float:
-    """Measure bytes per second of reads and writes in turn, with DEPTH requests in flight. Raises OSError.
+@dataclass(frozen=True)
+class Trial:
+    """A measurement. The file is larger than a disk's own cache could hide in a third of a second. It is written first,
+    in about the same time, because space that was never written is read without the disk."""
 
-    Makes a file of FILE_BYTES with `files` for the time of the measurement.
+    seconds: float = 0.3
+    """For each pattern."""
+    depth: int = 16
+    """Requests in flight."""
+    file_bytes: int = 128 << 20
+
+
+def mixed_bandwidth(files: RunFiles, backend: str, trial: Trial = Trial()) -> float:
+    """Measure bytes per second of reads and writes in turn. Raises OSError.
+
+    Makes a file with `files` for the time of the measurement.
     """
-    with _full_file(files, backend) as (_, _, rate):
-        return rate("mixed", seconds)
+    with _full_file(files, backend, trial) as file:
+        return _rate(file, "mixed", trial)
 
 
-def bandwidths(files: RunFiles, backend: str, seconds: float = SECONDS) -> Bandwidths:
+def bandwidths(files: RunFiles, backend: str, trial: Trial = Trial()) -> Bandwidths:
     """Measure like `mixed_bandwidth`, and reads and writes alone as well."""
-    with _full_file(files, backend) as (engine, file, rate):
-        read, write, mixed = (rate(pattern, seconds) for pattern in ("read", "write", "mixed"))
-        return Bandwidths(read, write, mixed, engine.is_direct(file), engine.backend)
+    with _full_file(files, backend, trial) as file:
+        read, write, mixed = (_rate(file, pattern, trial) for pattern in ("read", "write", "mixed"))
+        return Bandwidths(read, write, mixed, file.engine.is_direct(file.number), file.engine.backend)
 
 
 @contextmanager
-def _full_file(files: RunFiles, backend: str) -> Iterator[tuple[_native.IoEngine, int, Callable[[str, float], float]]]:
-    """Yield an engine, its completely written file, and a function that measures a pattern for some seconds."""
-    trial = files.make("bandwidth")
-    slab = _native.Slab(DEPTH * REQUEST_BYTES, False, False)
-    engine = _native.IoEngine(backend, DEPTH, REQUEST_BYTES)  # type: ignore[arg-type]
+def _full_file(files: RunFiles, backend: str, trial: Trial) -> Iterator[OpenFile]:
+    """Yield a completely written file."""
+    made, nbytes = files.make("bandwidth"), trial.file_bytes
+    slab = _native.Slab(trial.depth * REQUEST_BYTES, False, False)
+    engine = _native.IoEngine(backend, trial.depth, REQUEST_BYTES)  # type: ignore[arg-type]
     try:
-        file = engine.open(trial.label, FILE_BYTES, trial.descriptor)
-        memory = (slab.ptr, DEPTH)
-        filled = Load("write", REQUEST_BYTES, DEPTH)
-        put_load(engine, file, FILE_BYTES, memory, filled, requests=FILE_BYTES // REQUEST_BYTES)
-
-        def rate(pattern: str, seconds: float) -> float:
-            load = Load(pattern, REQUEST_BYTES, DEPTH)
-            sample = put_load(engine, file, FILE_BYTES, memory, load, seconds=seconds)
-            return (sample.read_bytes + sample.written_bytes) / sample.seconds
-
-        yield engine, file, rate
+        number = engine.open(made.label, nbytes, made.descriptor)
+        file = OpenFile(engine, number, nbytes, slab.ptr, trial.depth)
+        put_load(file, Load("write", REQUEST_BYTES, trial.depth), requests=nbytes // REQUEST_BYTES)
+        yield file
     finally:
         engine.close()
-        os.close(trial.descriptor)
+        os.close(made.descriptor)
+
+
+def _rate(file: OpenFile, pattern: str, trial: Trial) -> float:
+    sample = put_load(file, Load(pattern, REQUEST_BYTES, trial.depth), seconds=trial.seconds)
+    return (sample.read_bytes + sample.written_bytes) / sample.seconds
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A load on one file through the I/O engine, and its result. Disks are measured so in benchmarks and at the start of a
 # run with several disks.
 
-# After this long without an answer the disk is broken, or the engine lost a request.
-LONGEST_WAIT_S = 60.0
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file in an I/O engine, and memory for its transfers, with any content. `number`: its number in `engine`.
+    `address`, `buffers`: address and number of buffers, each as large as a request."""
+
+    engine: _native.IoEngine
+    number: int
+    nbytes: int
+    address: int
+    buffers: int
 
 
 @dataclass
@@ -120,25 +133,16 @@ class Load:
         return write, first + (self.begin_bytes // nbytes + turn) * nbytes % (room // nbytes * nbytes)
 
 
-def put_load(
-    engine: _native.IoEngine,
-    file: int,
-    file_bytes: int,
-    memory: tuple[int, int],
-    load: Load,
-    *,
-    seconds: float = float("inf"),
-    requests: int | None = None,
-) -> Sample:
-    """Run `load` for about `seconds`, or for `requests` requests. `file`: its number in `engine`. `memory`: address and
-    number of buffers of `request_bytes`, with any content. Raises OSError when the disk fails.
+def put_load(file: OpenFile, load: Load, *, seconds: float = float("inf"), requests: int | None = None) -> Sample:
+    """Run `load` for about `seconds`, or for `requests` requests. Raises OSError when the disk fails.
 
     Every submitted request is waited for and counts. Its wait in the engine's queue is part of its latency.
     """
-    address, count = memory
+    engine = file.engine
     # With enough buffers each request has its own. Requests that end out of order would share buffers of a plain
     # cycle, and a read would overwrite the bytes of a write.
-    free = deque(address + index % count * load.request_bytes for index in range(max(count, load.ahead)))
+    count = max(file.buffers, load.ahead)
+    free = deque(file.address + index % file.buffers * load.request_bytes for index in range(count))
     sample = Sample()
     most = 1 << 60 if requests is None else requests
     started = [0.0] * load.ahead
@@ -147,10 +151,11 @@ def put_load(
 
     def submit(place: int) -> None:
         nonlocal number
-        write, offset = load.place(number, file_bytes)
+        write, offset = load.place(number, file.nbytes)
         started[place] = time.perf_counter()
         address_of[place] = free.popleft()
-        engine.submit(2 * place + write, write, [(file, offset, address_of[place], load.request_bytes)], False)
+        piece = (file.number, offset, address_of[place], load.request_bytes)
+        engine.submit(2 * place + write, write, [piece], False)
         number += 1
 
     begin = time.perf_counter()
@@ -176,9 +181,10 @@ def put_load(
 
 def _next_done(engine: _native.IoEngine) -> int:
     """Return the token of the next finished transfer. Raises OSError when the disk fails or does not answer."""
-    done = engine.next(LONGEST_WAIT_S)
+    longest_s = 60  # after this long without an answer the disk is broken, or the engine lost a request
+    done = engine.next(longest_s)
     if done is None:
-        raise OSError(errno.ETIMEDOUT, f"no request finished within {LONGEST_WAIT_S:g} s")
+        raise OSError(errno.ETIMEDOUT, f"no request finished within {longest_s} s")
     token, message, error = done
     if message is not None:
         raise OSError(error, message)

@@ -20,6 +20,9 @@ SUM_BYTES = 4
 """Bytes of the checksum that is kept of every page (`ds_slide.store.ssd.page_sums`)."""
 # Limits of an I/O engine (csrc/io/engine.cpp): requests at all mounts together, and bytes of one request.
 MOST_DEPTH, MOST_REQUEST_BYTES = 4096, 1 << 30
+REQUEST_BYTES = 2 << 20
+"""Bytes of one request of the I/O engine, unless the JSON says otherwise, and of a stripe over several mounts: so
+striping cuts no more often than the engine does."""
 # 80 MiB of fp32 states: 13 ms of a 6 GB/s disk and 1.4 ms of CPU update. A chunk is so large that Python's work for it
 # (about 0.2 ms) hides behind both. It is so small that 16 chunks, 1.3 GB, keep reads, updates and writes apart.
 CHUNK_NUMEL = 1 << 23
@@ -68,6 +71,19 @@ class UnitExtents:
             return "the held gradient"
         found = [index for index, chunk in enumerate(self.chunks) if chunk.offset <= offset]
         return f"chunk {found[-1]} of the optimizer states" if found else "the weights"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Words for the bytes of a store, for messages. `units`: extents with the names of their units, in the order of
+    their offsets. `others`: the words for bytes behind them."""
+
+    units: Sequence[tuple[str, UnitExtents]] = ()
+    others: str = "other states"
+
+    def at(self, offset: int) -> str:
+        found = next(((name, place) for name, place in self.units if offset < place.end), None)
+        return self.others if found is None else f"{found[1].what_lies_at(offset)} of {found[0]}"
 
 
 def chunk_bytes(specs: Sequence[StateBufferSpec], numel: int) -> int:
@@ -119,13 +135,9 @@ def unit_extents(
 # period has bytes of each file in proportion to its bandwidth, at any start. So a transfer of that size ends on all
 # mounts at about the same time.
 
-# A unit is as large as one request of the I/O engine, so that striping cuts no more often than the engine does.
-UNIT_BYTES = 2 << 20
-# 64 MiB with the unit above: smaller than a chunk of optimizer states (80 MiB), and fine enough for any ratio of
-# bandwidths to be met within a few per cent.
+# 64 MiB with units of REQUEST_BYTES: smaller than a chunk of optimizer states (80 MiB), and fine enough for any ratio
+# of bandwidths to be met within a few per cent.
 LONGEST_PERIOD = 32
-# A shorter pattern may be this much slower than the best one, because bandwidths are not measured more exactly.
-TOLERANCE = 0.02
 
 
 class Piece(NamedTuple):
@@ -144,7 +156,7 @@ class Striping:
     (its size is 0): waiting for it would cost more than it brings.
     """
 
-    def __init__(self, weights: Sequence[float], unit_bytes: int = UNIT_BYTES) -> None:
+    def __init__(self, weights: Sequence[float], unit_bytes: int = REQUEST_BYTES) -> None:
         if not weights or not all(0 < weight < float("inf") for weight in weights):
             raise SlideError(f"SSD tier: bandwidths of the files must be positive numbers, not {list(weights)}")
         if unit_bytes <= 0 or unit_bytes % 4096:
@@ -197,7 +209,8 @@ class Striping:
 def _pattern(weights: Sequence[float]) -> list[int]:
     """Give each unit to the file that would end it first: no other choice ends a prefix earlier.
 
-    The result is the shortest prefix with a cost within TOLERANCE of the best. The slowest file sets the cost.
+    The result is the shortest prefix with a cost within 2 % of the best, because bandwidths are not measured more
+    exactly. The slowest file sets the cost.
     """
     counts = [0] * len(weights)
     order: list[int] = []
@@ -209,4 +222,4 @@ def _pattern(weights: Sequence[float]) -> list[int]:
         slowest = max(count / weight for count, weight in zip(counts, weights, strict=True))
         costs.append(slowest / length)
     best = min(costs)
-    return order[: next(length for length, cost in enumerate(costs, 1) if cost <= best * (1 + TOLERANCE))]
+    return order[: next(length for length, cost in enumerate(costs, 1) if cost <= best * 1.02)]

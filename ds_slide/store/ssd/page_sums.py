@@ -5,17 +5,15 @@ or written without the pages around it. 4 bytes a page are a thousandth of the b
 memory, because the files do not outlive the run. So a page from another offset or from an older write is found as well.
 
 The thread that submits a write computes its sums first. A read is checked by the thread that waits for it, or else by
-`CheckThread`. All of them share the `threads` of this object. The thread that takes completions from the disk never
-computes. An entry of the table belongs to the transfer of its page: two transfers share a page only if both read.
+the store's check thread. All of them share the `threads` of this object. The thread that takes completions from the
+disk never computes. An entry of the table belongs to the transfer of its page: two transfers share a page only if both
+read.
 """
 
 from __future__ import annotations
 
-import itertools
-import queue
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -23,20 +21,16 @@ from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.ssd.extents import PAGE
 
-# One thread sums 23 GB/s from its cache and 8 GB/s from memory, measured on a server processor of 2.5 GHz. Four threads
-# keep up with the disks of any machine, and leave the other cores to the update.
-MOST_THREADS = 4
-
-_Then = Callable[[], None]
-
 
 class PageSums:
     """The checksums of a store. `table`: see `extend`. `threads`: the threads that share the work of one call. Calls
     run one after the other. Raises SlideError where the threads cannot be started."""
 
     def __init__(self, table: torch.Tensor, threads: int) -> None:
+        # One thread sums 23 GB/s from its cache and 8 GB/s from memory, measured on a server processor of 2.5 GHz. Four
+        # threads keep up with the disks of any machine, and leave the other cores to the update.
         try:
-            self._workers = _native.Workers(max(1, min(threads, MOST_THREADS)), [])
+            self._workers = _native.Workers(max(1, min(threads, 4)), [])
         except RuntimeError as error:
             raise SlideError(f"cannot start the threads that compute checksums of states on SSD: {error}") from error
         self._tables: list[tuple[int, torch.Tensor]] = []
@@ -99,43 +93,3 @@ class PageSums:
         with self._lock:
             self._bytes += nbytes
             self._seconds += seconds
-
-
-class CheckThread:
-    """Checks reads that no thread waits for, urgent ones first, and then calls `then`.
-
-    Each job has its own `check`, which raises where bytes are wrong, and its own `then`. `failed` gets the error that
-    either raises. The memory belongs to the transfer until `then`.
-    """
-
-    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
-        self._jobs: queue.PriorityQueue[tuple[int, int, _Then, _Then]] = queue.PriorityQueue()
-        self._numbers = itertools.count()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    def submit(self, check: Callable[[], None], then: _Then, *, urgent: bool) -> None:
-        self._jobs.put((1 if urgent else 2, next(self._numbers), check, then))
-
-    def close(self) -> None:
-        """Drop the jobs that have not begun, and end the thread. Called once."""
-        self._jobs.put((0, 0, _nothing, _nothing))
-        if threading.current_thread() is not self.thread:
-            self.thread.join()
-
-    def _run(self) -> None:
-        while True:
-            priority, _, check, then = self._jobs.get()
-            if not priority:
-                return
-            try:
-                check()
-                then()
-            except BaseException as error:
-                self._failed(error)
-            check = then = _nothing  # the wait for the next job must not keep objects of the last one alive
-
-
-def _nothing() -> None:
-    """Do nothing. The job that ends the thread needs a function."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,16 +20,16 @@ import torch
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.report.trace import Requests
 from ds_slide.store.ssd.extents import PAGE, Chunk, whole_pages
-from ds_slide.store.ssd.store import Part, SsdStore
+from ds_slide.store.ssd.files import Part
+from ds_slide.store.ssd.store import SsdStore
 from ds_slide.store.state_buffers import StateBufferSpec
-from ds_slide.store.tiers import Lessee, StateBuffer, T, Tier, Use, Views, Ways, WeightView
+from ds_slide.store.tiers import Held, Lease, Lessee, OptimizerStates, StateBuffer, Tier, Weights
 
-Then = Callable[[], None]
 ChunkKey = tuple[int, int]
 """(index of the unit, number of the chunk)"""
 # The most bytes that readers and checkpoints transfer at once: 64 MiB keep the disk busy and are small beside a block.
 BOUNCE_BYTES = 64 << 20
-Key = TypeVar("Key")
+Key = TypeVar("Key", contravariant=True)
 
 
 class Buffers(Protocol[Key]):
@@ -38,20 +39,20 @@ class Buffers(Protocol[Key]):
     def take(
         self,
         key: Key,
-        use: Use,
+        use: Callable[[torch.Tensor], None],
         *,
         urgent: bool,
-        pressed: Callable[[], bool] | None = None,
-        generation: object = None,
+        update: Lessee | None = None,
         reserved: bool = False,
     ) -> None: ...
+    def end_load(self, key: Key) -> None: ...
     def held(self, key: Key) -> AbstractContextManager[torch.Tensor]: ...
     def press(self, key: Key) -> None: ...
     def begin_write(self, key: Key) -> torch.Tensor: ...
     def end_write(self, key: Key) -> None: ...
     def release(self, key: Key) -> None: ...
     def hurry(self) -> AbstractContextManager[None]: ...
-    def forget(self, of: Callable[[Key], bool]) -> None: ...
+    def forget(self, keys: Sequence[Key]) -> None: ...
 
 
 def page_buffer(nbytes: int) -> torch.Tensor:
@@ -80,18 +81,12 @@ class OnSsd:
     numel: int
     per_piece: int
     offsets: Sequence[int]
-
-    @property
-    def tier(self) -> Tier:
-        return "ssd"
+    tier: Tier = "ssd"
+    tensor: None = None
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
-
-    @property
-    def tensor(self) -> None:
-        return None
 
     def view(self, items: slice) -> None:  # noqa: ARG002
         return None
@@ -116,12 +111,12 @@ class OnSsd:
             inner.copy_(flat[at : at + nbytes])
             self.store.write_now([part])
 
-    def transfers(self, buffer_bytes: int) -> Iterator[tuple[slice, Callable[[torch.Tensor], Part]]]:
-        """Yield (bytes of the state buffer, function that makes their transfer with a buffer), until all bytes are
-        covered. `buffer_bytes`: bytes of a buffer, whole pages. The bytes are at its beginning, and the rest of the
-        last page is unused."""
+    def transfers(self, buffer_bytes: int) -> Iterator[tuple[slice, int]]:
+        """Yield (bytes of the state buffer, offset of their transfer in the store), until all bytes are covered.
+        `buffer_bytes`: bytes of a buffer, whole pages. The bytes are at its beginning, and the rest of the last page is
+        unused."""
         for at, offset, nbytes in self._runs(slice(0, self.numel), buffer_bytes):
-            yield slice(at, at + nbytes), functools.partial(_whole_pages_at, offset, nbytes)
+            yield slice(at, at + nbytes), offset
 
     def _runs(self, items: slice, most_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield (byte in `items`, byte offset in the store, bytes) of spans in one piece, of at most `most_bytes`."""
@@ -133,17 +128,13 @@ class OnSsd:
             item = last
 
 
-def _whole_pages_at(offset: int, nbytes: int, buffer: torch.Tensor) -> Part:
-    return Part(offset, buffer.data_ptr(), whole_pages(nbytes))
-
-
 def in_one_piece(store: SsdStore, dtype: torch.dtype, numel: int, offset: int) -> OnSsd:
     """Return a state buffer that lies in one piece: weights or a held gradient."""
     return OnSsd(store, dtype, numel, numel, (offset,))
 
 
 @dataclass(frozen=True)
-class SsdWeights:
+class SsdWeights(Weights):
     """`Weights` on SSD. `order`: the unit's index. `buffers` hold the weights of whole units, by index. `urgent`:
     updates may displace weights that the GPU needs soon."""
 
@@ -153,24 +144,24 @@ class SsdWeights:
     urgent: bool
     requests: Requests
 
-    def load(self, buffer: torch.Tensor, then: Then) -> None:
-        """Read all weights into `buffer`, which belongs to the transfer until `then`. The GPU waits for them."""
+    def load(self, buffer: torch.Tensor) -> None:
+        """Read all weights into `buffer`, which belongs to the transfer until `end_load`. The GPU waits for them."""
         whole = self._part(slice(0, self.buffer.numel), buffer)
-        then = self.requests.around("weights read", self.order, buffer.nbytes, then)
+        end = functools.partial(self.buffers.end_load, self.order)
+        then = self.requests.around("weights read", self.order, buffer.nbytes, end)
         self.buffer.store.read([whole], then, urgent=True)
 
     def reserve(self, count: int) -> None:
         self.buffers.reserve(self.order, count)
 
-    def lease(self, update: Lessee, use: Callable[[WeightView], None], *, reserved: bool) -> None:
-        self.buffers.take(
-            self.order,
-            lambda buffer: use(lambda: self._view(buffer)),
-            urgent=self.urgent,
-            pressed=lambda: update.is_pressed,
-            generation=update,
-            reserved=reserved,
-        )
+    def lease(self, lease: Lease, *, reserved: bool) -> None:
+        take = self.buffers.take
+        take(self.order, lease.have_weights, urgent=self.urgent, update=lease.update, reserved=reserved)
+
+    def leased(self, buffer: torch.Tensor | None) -> torch.Tensor:
+        """Return a view of the weights in a buffer that holds them."""
+        assert buffer is not None
+        return buffer[: self.buffer.numel * self.buffer.dtype.itemsize].view(self.buffer.dtype)
 
     def put_back(self, span: slice) -> None:
         """Write the updated `span`, which starts at a whole page."""
@@ -186,29 +177,21 @@ class SsdWeights:
         self.buffers.press(self.order)
 
     @contextmanager
-    def for_upload(self, copied: Callable[[], None]) -> Iterator[torch.Tensor]:
+    def for_upload(self) -> Iterator[torch.Tensor]:
         with self.buffers.held(self.order) as buffer:
-            yield self._view(buffer)
-            copied()
+            yield self.leased(buffer)
 
     @contextmanager
     def to_fill(self) -> Iterator[torch.Tensor]:
-        weight = self._view(page_buffer(self.buffer.numel * self.buffer.dtype.itemsize))
+        weight = self.leased(page_buffer(self.buffer.numel * self.buffer.dtype.itemsize))
         yield weight
         self.buffer.write(slice(0, weight.numel()), weight)
-
-    def own_part(self, uploaded: torch.Tensor) -> torch.Tensor:
-        return uploaded
 
     def hurry(self) -> AbstractContextManager[None]:
         return self.buffers.hurry()
 
     def drain(self) -> None:
-        self.buffers.forget(lambda order: order == self.order)
-
-    def _view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a view of the weights in a buffer that holds them."""
-        return buffer[: self.buffer.numel * self.buffer.dtype.itemsize].view(self.buffer.dtype)
+        self.buffers.forget([self.order])
 
     def _part(self, span: slice, buffer: torch.Tensor) -> Part:
         size, (offset,) = self.buffer.dtype.itemsize, self.buffer.offsets
@@ -217,7 +200,7 @@ class SsdWeights:
 
 
 @dataclass(frozen=True)
-class SsdOptimizerStates:
+class SsdOptimizerStates(OptimizerStates):
     """`OptimizerStates` on SSD, in `chunks`. `order`: the unit's index. `weight_buffers`: the buffers of all units'
     weights, which an update takes first."""
 
@@ -229,51 +212,45 @@ class SsdOptimizerStates:
     weight_buffers: Buffers[int]
     requests: Requests
 
-    @property
-    def buffers(self) -> Mapping[str, StateBuffer]:
+    @cached_property
+    def buffers(self) -> Mapping[str, StateBuffer]:  # type: ignore[override]
         return {spec.name: self._buffer(spec) for spec in self.specs}
 
-    def load(self, index: int, buffer: torch.Tensor, then: Then) -> None:
-        """Read chunk `index`. The buffer belongs to the transfer until `then`."""
-        then = self.requests.around("states read", self.order, buffer.nbytes, then)
-        self.store.read([self._part(index, buffer)], then)
+    def load(self, index: int, buffer: torch.Tensor) -> None:
+        """Read chunk `index`. The buffer belongs to the transfer until `end_load`."""
+        end = functools.partial(self.chunk_buffers.end_load, (self.order, index))
+        self.store.read(self._part(index, buffer), self.requests.around("states read", self.order, buffer.nbytes, end))
 
     def spans(self, wanted: Sequence[slice]) -> list[slice]:  # noqa: ARG002 - a chunk is one transfer
         return [chunk.span for chunk in self.chunks]
 
-    def lease(self, index: int, update: Lessee, use: Callable[[Views], None]) -> None:
-        self.chunk_buffers.take(
-            (self.order, index),
-            lambda buffer: use(functools.partial(self._views, index, buffer)),
-            urgent=True,
-            generation=update,
-        )
+    def lease(self, lease: Lease) -> None:
+        self.chunk_buffers.take((self.order, lease.index), lease.have_states, urgent=True, update=lease.update)
+
+    def leased(self, index: int, buffer: torch.Tensor | None, span: slice) -> dict[str, torch.Tensor]:
+        assert buffer is not None
+        starts, numel = self.chunks[index].starts, span.stop - span.start
+        return {
+            spec.name: buffer[starts[spec.name] : starts[spec.name] + spec.nbytes(numel)].view(spec.dtype)
+            for spec in self.specs
+        }
 
     def put_back(self, index: int) -> None:
         key = (self.order, index)
         buffer = self.chunk_buffers.begin_write(key)
         self.chunk_buffers.release(key)
         end = functools.partial(self.chunk_buffers.end_write, key)
-        self.store_chunk(index, buffer, self.requests.around("states written", self.order, buffer.nbytes, end))
-
-    def store_chunk(self, index: int, buffer: torch.Tensor, then: Then) -> None:
-        self.store.write([self._part(index, buffer)], then)
+        then = self.requests.around("states written", self.order, buffer.nbytes, end)
+        self.store.write(self._part(index, buffer), then)
 
     def hurry(self) -> AbstractContextManager[None]:
         return self.weight_buffers.hurry()
 
     def drain(self) -> None:
-        self.chunk_buffers.forget(lambda key: key[0] == self.order)
+        self.chunk_buffers.forget([(self.order, index) for index in range(len(self.chunks))])
 
-    def _part(self, index: int, buffer: torch.Tensor) -> Part:
-        return Part(self.chunks[index].offset, buffer.data_ptr(), self.chunks[index].nbytes)
-
-    def _views(self, index: int, buffer: torch.Tensor, span: slice) -> dict[str, torch.Tensor]:
-        starts, numel = self.chunks[index].starts, span.stop - span.start
-        return {
-            spec.name: buffer[starts[spec.name] : starts[spec.name] + spec.nbytes(numel)].view(spec.dtype)
-            for spec in self.specs
-        }
+    def _part(self, index: int, buffer: torch.Tensor) -> list[Part]:
+        return [Part(self.chunks[index].offset, buffer.data_ptr(), self.chunks[index].nbytes)]
 
     def _buffer(self, spec: StateBufferSpec) -> OnSsd:
         span = self.chunks[0].span
@@ -302,8 +279,8 @@ class GradientBuffer:
 
 
 @dataclass(frozen=True)
-class HeldOnSsd:
-    """`Held` on SSD, and its sink. Values that were read stay in `through` until the lane's next call for any gradient.
+class HeldOnSsd(Held):
+    """`Held` on SSD. Values that were read stay in `through` until the lane's next call for any gradient.
     Raises SlideError when the disk fails."""
 
     gradient: OnSsd
@@ -313,17 +290,11 @@ class HeldOnSsd:
     def buffers(self) -> Mapping[str, StateBuffer]:
         return {"gradient": self.gradient}
 
-    def choose(self, ways: Ways[T]) -> T:
-        return ways.held(self)
-
-    def take(self, copy: Use, stage: Callable[[Use], None]) -> None:  # noqa: ARG002
-        stage(self._store)
-
     @contextmanager
     def sum(self, *, first: bool) -> Iterator[torch.Tensor]:
         whole = slice(0, self.gradient.numel)
         yield self._view(whole).zero_() if first else self.load(whole)
-        self._store(self.through.buffer)
+        self.store(self.through.buffer)
 
     def load(self, span: slice) -> torch.Tensor:
         """Read the elements `span`, which starts at a whole page."""
@@ -331,7 +302,7 @@ class HeldOnSsd:
             self.gradient.store.read_now([self._part(span, self.through.buffer)])
         return self._view(span)
 
-    def _store(self, buffer: torch.Tensor) -> None:
+    def store(self, buffer: torch.Tensor) -> None:
         """Write the gradient from the beginning of `buffer`, with the bytes behind it in the last page."""
         with self.through.disk_works():
             self.gradient.store.write_now([self._part(slice(0, self.gradient.numel), buffer)])

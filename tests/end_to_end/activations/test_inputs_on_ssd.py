@@ -263,10 +263,10 @@ def test_nothing_is_left_behind_an_exception(error: type[BaseException], handle:
         with torch.no_grad():
             before = engine(**data[0]).loss
             model.generate(data[0]["input_ids"][:1, :4], max_new_tokens=2, do_sample=False)
-        written = engine.optimizer.runtime.parts.ssd.statistics()["written_bytes"]
+        written = engine.optimizer.runtime.parts.ssd.store.statistics()["written_bytes"]
         with torch.no_grad():
             assert torch.equal(before, engine(**data[0]).loss)
-        assert engine.optimizer.runtime.parts.ssd.statistics()["written_bytes"] == written
+        assert engine.optimizer.runtime.parts.ssd.store.statistics()["written_bytes"] == written
         model.train()
         train(engine, data)
         gc.collect()
@@ -315,7 +315,7 @@ def test_bytes_that_the_disk_has_changed_end_the_run(handle: Handle, config: Any
         inputs = runtime.parts.spare.activations._inputs
         for ref in inputs._waiting:
             ref().place.written.wait()
-        descriptor = runtime.parts.ssd.store.descriptors[-1]
+        descriptor = runtime.parts.ssd.store.files.descriptors[-1]
         with open(f"/proc/self/fd/{descriptor}", "r+b") as file:
             file.write(b"\x01\x02\x03")
         with pytest.raises(SlideError, match=r"holds other bytes .* \(the input of a block\)"):

@@ -333,9 +333,9 @@ def test_a_forward_without_backward_leaves_nothing() -> None:
     with engine_for(model, ds_config({"window": 2})) as engine:
         blocks = engine.optimizer.runtime.blocks
         loss = engine(**batches(1)[0])
-        assert [unit.uses for unit in blocks] == [1] * BLOCKS
+        assert [unit.uses.begun for unit in blocks] == [1] * BLOCKS
         del loss
-        assert [unit.uses for unit in blocks] == [0] * BLOCKS
+        assert [unit.uses.begun for unit in blocks] == [0] * BLOCKS
         train(engine, batches(1), lambda engine, batch: engine(**batch))
 
 

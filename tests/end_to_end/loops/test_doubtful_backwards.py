@@ -380,7 +380,7 @@ def test_units_that_are_on_the_gpu_for_now_come_back_with_a_place_for_their_grad
                 engine(x).backward()
                 engine.zero_grad()
             train(engine, x.detach())
-        assert runtime.deferred
+        assert runtime.parts.deferred
 
     assert_right(run_loop(moved, "slide", clip=0.0), run_loop(training_only, "plain", clip=0.0))
 
@@ -441,7 +441,7 @@ def test_ordinary_training_holds_nothing() -> None:
             x = x.clone().requires_grad_()
             torch.autograd.grad(engine(x), x)
             engine.train()
-        assert not engine.optimizer.runtime.deferred
+        assert not engine.optimizer.runtime.parts.deferred
 
 
 def test_holding_says_so_once_and_is_in_the_report(caplog: pytest.LogCaptureFixture) -> None:

@@ -166,7 +166,7 @@ def test_a_sum_that_comes_late_is_not_of_the_next_gradient(monkeypatch: pytest.M
 
     def delay(engine: Any) -> None:
         runtime = engine.optimizer.runtime
-        gradients, block = runtime.gradients, runtime.blocks[0]
+        gradients, block = runtime.parts.gradients, runtime.blocks[0]
         send, accumulate = gradients._send_to_host, gradients._accumulate
 
         def counted(unit: Any, *arguments: Any) -> None:

@@ -81,7 +81,7 @@ def test_what_is_parked_takes_no_memory_and_comes_back() -> None:
         freed = park_all(states)
         assert before - sum(storages().values()) == freed
         for unit in engine.optimizer.runtime.units:
-            engine.optimizer.runtime.settle(unit)
+            engine.optimizer.runtime.access.settle(unit)
         assert sum(storages().values()) == before and states.may_park()
 
 

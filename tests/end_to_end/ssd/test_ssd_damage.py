@@ -54,9 +54,9 @@ def settle(engine: Any) -> None:
     runtime = engine.optimizer.runtime
     for _ in range(2):  # what is on its way up may be read between the first round and the end of the lane
         for unit in runtime.units:
-            runtime.settle(unit)
+            runtime.access.settle(unit)
         runtime.parts.context.lanes.h2d.drain()
-    assert runtime.parts.ssd.statistics()["unfinished"] == 0
+    assert runtime.parts.ssd.store.statistics()["unfinished"] == 0
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def check_end(engine: Any, raised: BaseException, folder: Path, what: str) -> No
     assert isinstance(raised, SlideError) and re.fullmatch(sentence, str(raised)), raised
     # Reads that nobody waits for raise nothing, whoever asks: above all not in `destroy()`, which frees buffers.
     runtime = engine.optimizer.runtime
-    runtime.parts.ssd.expect_weights(runtime.blocks, ())
+    runtime.parts.ssd.expect(runtime.blocks, ())
     with pytest.raises(SlideError, match="the ssd lane stopped"):
         train(engine, batches(1))
 
@@ -159,7 +159,7 @@ def test_statistics_and_memory(tmp_path: Path, checksums: bool) -> None:
         train(engine, batches(3))
         settle(engine)
         parts = engine.optimizer.runtime.parts
-        totals, latest = parts.ssd.statistics(), engine.optimizer.slide_stats()["ssd"]
+        totals, latest = parts.ssd.store.statistics(), engine.optimizer.slide_stats()["ssd"]
         if checksums:
             assert totals["checked_bytes"] == totals["read_bytes"] + totals["written_bytes"] > 0
             assert 0 < latest["checked_bytes"] < totals["checked_bytes"] and latest["checked_s"] > 0

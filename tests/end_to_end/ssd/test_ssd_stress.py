@@ -24,7 +24,7 @@ from harness import VOCABULARY, Result, batches, differences, ds_config, engine_
 from tight_memory import room_for_gradients_of
 from torch import nn
 
-from ds_slide.runtime.core.stream_lane import Delay
+from ds_slide.runtime.core.lanes import Delay
 from ds_slide.store.ssd.unit import OnSsd
 
 WIDTH = 32

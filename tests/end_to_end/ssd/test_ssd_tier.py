@@ -127,8 +127,9 @@ def test_bytes_of_a_step(
         def bytes_so_far() -> int:
             """With the updates and writes of all steps so far, which may run on under the next one."""
             for unit in runtime.units:
-                unit.state.settle(unit.updated.synchronize)
-            totals = runtime.parts.ssd.statistics()
+                with unit.state.settling():
+                    unit.updated.synchronize()
+            totals = runtime.parts.ssd.store.statistics()
             return int(totals["read_bytes"] + totals["written_bytes"])
 
         train(engine, batches(accumulation))

@@ -37,7 +37,7 @@ from torch import nn
 from ds_slide.checkpoint.compressed import NAME
 from ds_slide.compression.lsp import codec
 from ds_slide.errors import SlideConfigError, SlideError
-from ds_slide.runtime.core.unit import Update
+from ds_slide.runtime.core.update import Update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -233,7 +233,7 @@ def test_a_step_that_is_not_taken_checks_nothing() -> None:
             loss = engine(**batch).loss
             engine.backward(loss * float("inf") if step == 0 else loss)
             engine.step()
-            checks = engine.optimizer.runtime.learning.statistics()["checks"]
+            checks = engine.optimizer.runtime.parts.learning.statistics()["checks"]
             assert checks == (2, 4, 4)[step]
             if step == 0:
                 assert engine.optimizer.overflow and not unequal(before, states_of(model, ()))
@@ -276,7 +276,7 @@ def test_a_block_is_checked_when_it_is_used() -> None:
     with engine_for(model, ds_config({"compression": LSP})) as engine:
         for model.used in (2, 2, 3, 3):
             train(engine, [x], lambda engine, x: engine(x))
-            checks.append(engine.optimizer.runtime.learning.statistics()["checks"])
+            checks.append(engine.optimizer.runtime.parts.learning.statistics()["checks"])
     assert checks == [2, 2, 3, 3]
 
 

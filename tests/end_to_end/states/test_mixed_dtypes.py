@@ -137,7 +137,7 @@ def test_gradients_of_a_part_leave_with_its_blocks(monkeypatch: pytest.MonkeyPat
         runtime, left = engine.optimizer.runtime, []
         blocks = [unit for unit in runtime.units if unit.spec.kind == "block"]
         assert [[part.dtype for part in block.parts] for block in blocks] == [[torch.float32]] * 3
-        finalize, end = runtime.gradients.finalize, runtime.end_backward
+        finalize, end = runtime.parts.gradients.finalize, runtime.end_backward
 
         def record(unit: Any, **how: Any) -> None:
             left.append(unit)
@@ -147,7 +147,7 @@ def test_gradients_of_a_part_leave_with_its_blocks(monkeypatch: pytest.MonkeyPat
             left.append(None)
             end()
 
-        monkeypatch.setattr(runtime.gradients, "finalize", record)
+        monkeypatch.setattr(runtime.parts.gradients, "finalize", record)
         monkeypatch.setattr(runtime, "end_backward", ended)
         engine.backward(causal_loss(engine, batches(1)[0]))
         # Nothing that trains is before the first block: its last gradient tells that its backward is over.

@@ -41,7 +41,6 @@ from ds_slide.runtime.core.allocator import Allocator
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory import tier_moves
 from ds_slide.runtime.memory.tier_moves import move, why_fixed
-from ds_slide.runtime.ssd.ssd import moved_bytes
 from ds_slide.store.ssd.store import SsdStore
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -127,11 +126,11 @@ def test_states_that_have_left_the_disk_are_not_read_or_written(disk: Path) -> N
         result = train(engine, data[:2])
         for orders, batch in zip((movable(runtime), [], movable(runtime), []), data[2:], strict=True):
             promote(runtime, *orders)
-            before = moved_bytes(runtime.parts.ssd.store)
+            before = runtime.parts.ssd.store.moved_bytes()
             result.losses += train(engine, [batch]).losses
             for unit in runtime.units:
-                runtime.settle(unit)
-            moved.append(moved_bytes(runtime.parts.ssd.store) - before)
+                runtime.access.settle(unit)
+            moved.append(runtime.parts.ssd.store.moved_bytes() - before)
         result.states = states_of(model)
     assert moved[0] == moved[2] == 0 < min(moved[1], moved[3])
     assert differences(result, trained(llama(), config(), data)) == []

@@ -235,7 +235,7 @@ def test_a_loss_scale_that_overflows_while_blocks_are_ahead(
                 engine.backward(loss)
                 let_run_ahead(engine)
                 runtime, skipped = engine.optimizer.runtime, engine.skipped_steps
-                begun = any(map(runtime.speculating.of, runtime.units))
+                begun = any(map(runtime.parts.updating.speculating.of, runtime.units))
                 engine.step()
                 ahead.append(begun and engine.skipped_steps > skipped)
                 scales.append(engine.optimizer.loss_scaler.cur_scale)
@@ -342,7 +342,7 @@ def test_a_slot_that_was_filled_meanwhile_is_filled_again() -> None:
             train(engine, data[:1])
             engine.backward(causal_loss(engine, data[1]))  # without the first block, which is fetched all the same
             let_run_ahead(engine)
-            runtime._window.prefetch(None, "forward")  # as late as a lane that is slow
+            runtime.parts.window.prefetch(None, "forward")  # as late as a lane that is slow
             runtime.parts.context.lanes.h2d.drain()
             return [loss.item() for loss in evaluate(engine, engine.module, data[2])]
 
@@ -358,14 +358,14 @@ def test_a_way_back_that_is_interrupted_is_gone_once_more(monkeypatch: pytest.Mo
         old = states_of(engine.module)
         engine.backward(causal_loss(engine, data[2]))
         let_run_ahead(engine)
-        taken_back, calls = runtime.speculating._taken_back, itertools.count()
+        taken_back, calls = runtime.parts.updating.speculating._taken_back, itertools.count()
 
         def interrupted(speculation: Any) -> Future:
             if next(calls) == 3:
                 raise KeyboardInterrupt
             return taken_back(speculation)
 
-        monkeypatch.setattr(runtime.speculating, "_taken_back", interrupted)
+        monkeypatch.setattr(runtime.parts.updating.speculating, "_taken_back", interrupted)
         with pytest.raises(KeyboardInterrupt):
             evaluate(engine, engine.module, data[2])
         assert unequal(states_of(engine.module), old) == []
@@ -389,7 +389,7 @@ def test_an_engine_that_ends_before_the_step_leaves_the_old_weights() -> None:
     with engine_for(model, config({}, {}, speculate=True)) as engine:
         train(engine, batches(2))
         for unit in engine.optimizer.runtime.units:
-            engine.optimizer.runtime.settle(unit)
+            engine.optimizer.runtime.access.settle(unit)
         old = [parameter.ds_tensor.clone() for parameter in model.model.layers.parameters()]
         engine.backward(causal_loss(engine, batches(1)[0]))
         let_run_ahead(engine)
@@ -463,7 +463,7 @@ def test_a_partition_that_a_script_keeps_follows_its_block() -> None:
         for step in range(2):
             trained_with_pauses(engine, batches(1, seed=step))
             for (unit, entry), tensor, address in zip(places, kept, before, strict=True):
-                engine.optimizer.runtime.settle(unit)
+                engine.optimizer.runtime.access.settle(unit)
                 assert same_bits(tensor, unit.state.read("weight", local_span(entry)))
                 assert (tensor.data_ptr() == address) == bool(step)
 
@@ -490,9 +490,9 @@ def test_auto_begins_after_calm_steps_and_ends_with_a_norm_above_the_limit() -> 
     with engine_for(llama(), config({}, {}, "auto")) as engine:
         runtime, seen = engine.optimizer.runtime, []
         for number, batch in enumerate(batches(12)):
-            runtime.passes.exceed_forward = True
+            runtime.parts.updating.passes.exceed_forward = True
             engine.optimizer.clip_grad = NEVER if number == 5 else ALWAYS
             engine.backward(causal_loss(engine, batch))
-            seen.append(any(map(runtime.speculating.of, runtime.units)))
+            seen.append(any(map(runtime.parts.updating.speculating.of, runtime.units)))
             engine.step()
     assert seen == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 2

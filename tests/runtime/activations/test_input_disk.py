@@ -17,11 +17,12 @@ from ds_slide.runtime.activations.input_buffers import InputBuffers
 from ds_slide.runtime.activations.input_disk import InputDisk, Place
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.pool import Lease
-from ds_slide.runtime.core.stream_lane import StreamWorker
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.host_memory import HostMemory
-from ds_slide.store.ssd.store import Part, SsdStore
+from ds_slide.store.ssd.files import Part
+from ds_slide.store.ssd.store import SsdStore
 
 ONE = 5 * 4096
 """Bytes of an input: three pieces, of which the last one is not full."""
@@ -45,20 +46,31 @@ class LateStore(SsdStore):
         super().read(parts, then, urgent=urgent)
 
 
+class LateStoreMaker:
+    """A `StoreMaker` of late stores without sums."""
+
+    def __init__(self, folder: Path, failures: Failures) -> None:
+        self.stores: list[SsdStore] = []
+        self.directories = [folder]
+        self._failures = failures
+
+    def open_for_inputs(self, name: str, nbytes: int, _table: torch.Tensor | None) -> SsdStore:
+        store = LateStore([("ds_slide.nvme_path", self.directories[0])], nbytes, self._failures, name=name)
+        self.stores.append(store)
+        return store
+
+    def table(self, _nbytes: int) -> None:
+        return None
+
+
 class Setup:
     def __init__(
         self, folder: Path, device: Device, failures: Failures, make_worker: Callable[[str], StreamWorker]
     ) -> None:
         self.lane, self.thread, self.failures = make_worker("inputs"), make_worker("inputs on SSD"), failures
-        self.stores: list[SsdStore] = []
-
-        def open_store(name: str, nbytes: int, _table: torch.Tensor | None) -> SsdStore:
-            parents = [("ds_slide.nvme_path", folder)]
-            store = LateStore(parents, nbytes, name=name, fail=lambda error: failures.record("ssd", error))
-            self.stores.append(store)
-            return store
-
-        space = SpaceOnSsd(self.stores, open_store, lambda _: None, [folder], 1)
+        maker: Any = LateStoreMaker(folder, failures)
+        self.stores: list[SsdStore] = maker.stores
+        space = SpaceOnSsd(maker, 1)
         memory = HostMemory(page_lock=False, huge_pages=False)
         self.buffers = InputBuffers(memory, lambda: 1 << 30, {}, failures)
         self.disk = InputDisk(self.buffers, space, lambda: self.thread, device, failures, Requests())

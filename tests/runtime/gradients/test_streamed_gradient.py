@@ -11,7 +11,7 @@ from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.lanes import Delay, StreamWorker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 
 cuts = st.lists(st.integers(1, 30), min_size=1, max_size=6)

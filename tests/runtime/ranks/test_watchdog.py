@@ -16,10 +16,11 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.ranks import watchdog as module
 from ds_slide.runtime.core.ranks.peers import Peer, State
-from ds_slide.runtime.core.ranks.watchdog import GRACE_S, LOST_S, Watchdog
+from ds_slide.runtime.core.ranks.watchdog import Times, Watchdog
 
 LIMIT_S = 100.0
-LOOK_S = LIMIT_S / 20
+TIMES = Times(LIMIT_S)
+LOOK_S, GRACE_S, LOST_S = TIMES.look_s, TIMES.grace_s, TIMES.lost_s
 
 
 class FakeDevice:
@@ -65,14 +66,12 @@ class Scene:
         self.watchdog = self.new()
 
     def new(self) -> Watchdog:
-        return Watchdog(
-            self.failures,
-            self.device,  # type: ignore[arg-type]
-            LIMIT_S,
-            progress=[lambda: self.bytes],
-            peers=self.peers,
-            end_process=self.ended.append,
-        )
+        made = Watchdog(self.failures, self.device, LIMIT_S, [self], self.peers)  # type: ignore[arg-type]
+        made._end_process = self.ended.append  # type: ignore[method-assign]
+        return made
+
+    def moved_bytes(self) -> int:
+        return self.bytes
 
     def pass_time(self, seconds: float, watchdog: Watchdog | None = None) -> str | None:
         """Looks, the first of which sees how things are."""
@@ -175,16 +174,21 @@ def test_the_time_for_which_a_process_was_stopped_does_not_count(scene: Scene) -
     assert scene.watchdog._since == 10 * LOOK_S
 
 
+class Broken:
+    def moved_bytes(self) -> int:
+        return 1 // 0
+
+
 def test_a_look_that_fails_ends_nothing_and_is_said_once(ranks: Scene, caplog: pytest.LogCaptureFixture) -> None:
     assert ranks.peers is not None
     with ranks.waiting("something"):
         ranks.pass_time(LIMIT_S / 2)
-        ranks.watchdog._progress = [lambda: 1 // 0]
+        ranks.watchdog._stores = [Broken()]
         assert ranks.pass_time(2 * LIMIT_S) is None
         assert ranks.peers.told[-1] == State()  # silence would be taken for standing still
         assert [record.message for record in caplog.records if "ZeroDivisionError" in record.message] != []
         assert len(caplog.records) == 1
-        ranks.watchdog._progress = []
+        ranks.watchdog._stores = []
         assert ranks.pass_time(LIMIT_S - 2 * LOOK_S) is None
 
 
@@ -307,7 +311,7 @@ def test_the_last_line_is_the_first_failure(scene: Scene, capsys: pytest.Capture
 
 def test_no_last_act_keeps_the_process(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = threading.Event()
-    monkeypatch.setattr(module, "LAST_S", 0.01)
+    scene.watchdog._times = Times(LIMIT_S, last_s=0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for last in (blocked.wait, lambda: 1 // 0):
         monkeypatch.setattr(module.sys.stdout, "flush", last)

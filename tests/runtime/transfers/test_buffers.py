@@ -6,6 +6,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,19 +20,26 @@ SECONDS = 30.0
 
 
 class Disk:
-    """Holds one number per key. Reads and writes end when the test says so, or at once in another thread."""
+    """The source of a cache. It holds one number per key. Reads and writes end when the test says so, or at once in
+    another thread."""
+
+    what = "numbers"
+    cache: BufferCache[int]
 
     def __init__(self) -> None:
         self.values: dict[int, float] = {}
         self.reads: list[int] = []
         self.pending: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()
 
-    def load(self, key: int, buffer: torch.Tensor, then: Callable[[], None]) -> None:
+    def owner(self, key: int) -> str:
+        return str(key)
+
+    def load(self, key: int, buffer: torch.Tensor) -> None:
         self.reads.append(key)
 
         def arrive() -> None:
             buffer.fill_(self.values.get(key, float(key)))
-            then()
+            self.cache.end_load(key)
 
         self.pending.put((key, arrive))
 
@@ -48,6 +56,13 @@ class Disk:
             self.finish()
 
 
+@dataclass(eq=False)
+class Update:
+    """An update that takes buffers."""
+
+    is_pressed: bool = False
+
+
 MakePool = Callable[[int], BufferPool]
 Made = tuple[BufferCache[int], Disk]
 
@@ -56,7 +71,8 @@ Made = tuple[BufferCache[int], Disk]
 def cache_of(make_pool: MakePool, failures: Failures) -> Callable[[int], Made]:
     def make(count: int) -> Made:
         disk = Disk()
-        return BufferCache(make_pool(count), disk.load, failures), disk
+        disk.cache = BufferCache(disk, failures, pool=make_pool(count))
+        return disk.cache, disk
 
     return make
 
@@ -120,7 +136,7 @@ def test_a_demand_that_was_pressed_before_it_came_is_urgent(cache_of: Callable[[
     cache.expect([0])
     disk.finish_all()
     used: list[int] = []
-    cache.take(2, lambda _: used.append(2), urgent=False, pressed=lambda: True)
+    cache.take(2, lambda _: used.append(2), urgent=False, update=Update(is_pressed=True))
     disk.finish_all()
     assert used == [2]
 
@@ -146,19 +162,20 @@ def test_reserved_entries_stay(cache_of: Callable[[int], Made]) -> None:
     cache.take(7, lambda _: used.append(7), urgent=True)
     disk.finish_all()
     assert disk.reads == [0, 1, 7] and used == [7]
-    cache.take(0, lambda _: used.append(0), urgent=False, generation=1, reserved=True)
+    cache.take(0, lambda _: used.append(0), urgent=False, update=Update(), reserved=True)
     assert used == [7, 0]
 
 
 def test_an_update_waits_for_the_write_of_the_one_before(cache_of: Callable[[int], Made]) -> None:
     cache, disk = cache_of(1)
     used: list[str] = []
-    cache.take(0, lambda _: used.append("first"), urgent=True, generation=1)
+    one, other = Update(), Update()
+    cache.take(0, lambda _: used.append("first"), urgent=True, update=one)
     disk.finish_all()
     cache.begin_write(0)
     cache.release(0)
-    cache.take(0, lambda _: used.append("same"), urgent=True, generation=1)
-    cache.take(0, lambda _: used.append("next"), urgent=True, generation=2)
+    cache.take(0, lambda _: used.append("same"), urgent=True, update=one)
+    cache.take(0, lambda _: used.append("next"), urgent=True, update=other)
     assert used == ["first", "same"]
     cache.begin_write(0)
     cache.release(0)
@@ -171,8 +188,9 @@ def test_an_update_waits_for_the_write_of_the_one_before(cache_of: Callable[[int
 def test_an_update_waits_for_the_one_before_also_until_its_write_has_begun(cache_of: Callable[[int], Made]) -> None:
     cache, disk = cache_of(1)
     used: list[str] = []
-    for name, generation in (("first", 1), ("same", 1), ("next", 2)):
-        cache.take(0, lambda _, name=name: used.append(name), urgent=True, generation=generation)  # type: ignore[misc]
+    one, other = Update(), Update()
+    for name, update in (("first", one), ("same", one), ("next", other)):
+        cache.take(0, lambda _, name=name: used.append(name), urgent=True, update=update)  # type: ignore[misc]
     disk.finish_all()
     assert used == ["first", "same"]
     for _ in range(2):
@@ -186,9 +204,9 @@ def test_an_update_waits_for_the_one_before_also_until_its_write_has_begun(cache
 def test_what_is_forgotten_is_not_read_ahead_before_it_is_taken(make_pool: MakePool, failures: Failures) -> None:
     """Between `settle` and the next update somebody may write the file: a record read before that is an old one."""
     disk = Disk()
-    cache = BufferCache(make_pool(1), disk.load, failures, cycle=range(4))
+    cache = disk.cache = BufferCache(disk, failures, range(4), make_pool(1))
     cache.take(3, lambda _: None, urgent=True)
-    cache.forget(lambda key: key < 2)
+    cache.forget([0, 1])
     disk.finish_all()
     cache.release(3)
     cache.read_ahead()
@@ -206,7 +224,7 @@ def test_a_buffer_that_is_freed_by_forgetting_goes_to_who_waits_for_it(cache_of:
     used: list[int] = []
     cache.take(1, lambda _: used.append(1), urgent=False)
     assert disk.reads == [0]
-    cache.forget(lambda key: key == 0)
+    cache.forget([0])
     disk.finish_all()
     assert used == [1]
 
@@ -232,7 +250,7 @@ def test_forget_waits_for_users_and_reads_again(cache_of: Callable[[int], Made])
     forgotten = threading.Event()
 
     def forget() -> None:
-        cache.forget(lambda key: key == 0)
+        cache.forget([0])
         forgotten.set()
 
     threading.Thread(target=forget, daemon=True).start()
@@ -276,7 +294,8 @@ def busy_disk(make_pool: MakePool, failures: Failures) -> Iterator[Callable[[int
 
         threads.append(threading.Thread(target=run))
         threads[-1].start()
-        return BufferCache(make_pool(count), disk.load, failures), disk
+        disk.cache = BufferCache(disk, failures, pool=make_pool(count))
+        return disk.cache, disk
 
     yield make
     stop.set()
@@ -304,6 +323,7 @@ def test_every_update_is_applied_once_in_order_whatever_the_timing(
     writer.start()
     for step in range(steps):
         cache.expect(keys)
+        of_step = Update()
         for key in keys:
 
             def update(buffer: torch.Tensor, key: int = key, step: int = step) -> None:
@@ -313,7 +333,7 @@ def test_every_update_is_applied_once_in_order_whatever_the_timing(
                 cache.release(key)
                 writes.put((key, float(buffer)))
 
-            cache.take(key, update, urgent=step % 2 == 0, generation=step)
+            cache.take(key, update, urgent=step % 2 == 0, update=of_step)
         if step % 3 == 0:
             with cache.hurry(), cache.held(step % len(keys)) as buffer:
                 assert float(buffer) >= 0.0

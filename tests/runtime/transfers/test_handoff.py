@@ -6,6 +6,8 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +19,8 @@ from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.core.device import PASSED, Device, Marker
 from ds_slide.runtime.core.futures import Failures, Future
+from ds_slide.runtime.core.lanes import Delay, StreamWorker, UpdateWorker
 from ds_slide.runtime.core.pool import BufferPool
-from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
-from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.ssd.buffers import BufferCache
 
@@ -57,20 +58,32 @@ def pool_of(count: int, failures: Failures) -> BufferPool:
     return BufferPool(_native.Pool(1, count, False, False), failures, "buffers for gradients")
 
 
+@dataclass
+class Weights:
+    """The source of a cache. `cache`: the cache where a load ends at once, None where it never ends."""
+
+    cache: BufferCache[int] | None = None
+    what: str = "weights"
+
+    def load(self, key: int, _buffer: torch.Tensor) -> None:
+        if self.cache is not None:
+            self.cache.end_load(key)
+
+    def owner(self, key: int) -> str:
+        return f"blocks.{key}"
+
+
 def held(failures: Failures) -> None:
-    cache: BufferCache[int] = BufferCache(
-        pool_of(1, failures), lambda *_: None, failures, what="weights", named=lambda key: f"blocks.{key}"
-    )
+    cache: BufferCache[int] = BufferCache(Weights(), failures, pool=pool_of(1, failures))
     with cache.held(3):
         pass
 
 
 def forgotten(failures: Failures) -> None:
-    cache: BufferCache[int] = BufferCache(
-        pool_of(1, failures), lambda _key, _buffer, then: then(), failures, what="states"
-    )
+    weights = Weights()
+    cache = weights.cache = BufferCache(weights, failures, pool=pool_of(1, failures))
     cache.take(0, lambda _: None, urgent=True)
-    cache.forget(lambda key: key == 0)
+    cache.forget([0])
 
 
 def drained(failures: Failures) -> None:
@@ -91,7 +104,7 @@ WAITS: dict[str, tuple[Callable[[Failures], Any], str]] = {
     "future": (lambda failures: Future(failures, "the sunrise").wait(), "the sunrise"),
     "pool": (lambda failures: pool_of(0, failures).lease(), "one of the buffers for gradients"),
     "buffer": (held, "the weights of blocks.3 to be read from SSD"),
-    "forget": (forgotten, "the states to be written to SSD"),
+    "forget": (forgotten, "the weights to be written to SSD"),
     "drain": (drained, "the updates that are under way"),
     "rows": (piece, "the next rows of a streamed gradient"),
 }
@@ -178,7 +191,8 @@ def test_a_future_that_was_kept_serves_also_after_a_failure() -> None:
 def test_whoever_waits_for_a_future_presses_it_first_and_only_if_it_has_to_wait() -> None:
     failures = Failures()
     pressed: list[int] = []
-    future = Future(failures, "it", lambda: pressed.append(len(failures.waits())))
+    work = SimpleNamespace(press=lambda: pressed.append(len(failures.waits())))
+    future = Future(failures, "it", work)
     waiter = Waiter(future.wait)
     begun(failures)
     assert pressed == [0] and not future.is_kept

@@ -11,8 +11,7 @@ import pytest
 from ds_slide.errors import SlideError
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.core.stream_lane import Delay
-from ds_slide.runtime.core.update_lane import UpdateWorker
+from ds_slide.runtime.core.lanes import Delay, UpdateWorker
 
 FAILED = r"the (\w+) lane stopped with ZeroDivisionError: .*; the weights in memory are no longer consistent"
 SECONDS = 30.0

@@ -13,7 +13,7 @@ from ds_slide.report.trace import LaneTrace
 from ds_slide.report.waits import HostWait, NoRanges, Waits
 from ds_slide.runtime.core.device import PASSED, Device, Marker
 from ds_slide.runtime.core.futures import THREAD_PREFIX, Failures, Future
-from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.lanes import Delay, StreamWorker
 
 SECONDS = 30.0
 

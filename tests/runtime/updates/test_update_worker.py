@@ -10,8 +10,7 @@ from markers import Passing
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.core.device import PASSED, Device
 from ds_slide.runtime.core.futures import Failures
-from ds_slide.runtime.core.stream_lane import Delay
-from ds_slide.runtime.core.update_lane import HOLDING, UpdateWorker
+from ds_slide.runtime.core.lanes import HOLDING, Delay, UpdateWorker
 
 
 def test_what_has_begun_ahead_goes_on_while_gradients_are_on_their_way(device: Device, failures: Failures) -> None:

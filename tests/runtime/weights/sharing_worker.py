@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ds_slide.errors import SlideError
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures
-from ds_slide.runtime.core.ranks import machine, sharing
+from ds_slide.runtime.core.ranks import sharing
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
 from ds_slide.store.host_memory import HostMemory
@@ -64,7 +64,7 @@ def no_memory_file(patch: pytest.MonkeyPatch) -> None:
 
 
 def elsewhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(machine, "_BOOT", Path("/proc/version"))
+    patch.setattr(sharing, "_BOOT", Path("/proc/version"))
 
 
 def shared(ranks: Ranks, failures: Failures) -> tuple[SharedWeights, list[Any]]:
@@ -99,8 +99,8 @@ def generations(ranks: Ranks, units: list[Any], weights: SharedWeights) -> bool:
         unit = units[version % UNITS]
         if version % RANKS == ranks.rank:
             unit.state.written.buffer.tensor.fill_(float(version))
-        unit.publish(version)
-        unit.await_others(version)
+        weights.publish(unit, version)
+        weights.await_others(unit, version)
         right &= parts(weights, unit.order)[version % RANKS] == version
         dist.barrier()
     return right
@@ -109,7 +109,9 @@ def generations(ranks: Ranks, units: list[Any], weights: SharedWeights) -> bool:
 def interrupted(units: list[Any], failures: Failures) -> str | None:
     """A lane fails while another waits for something that does not come."""
     seen: list[str | None] = []
-    lane = threading.Thread(target=lambda: seen.append(error_of(lambda: units[0].await_others(10_000))))
+    lane = threading.Thread(
+        target=lambda: seen.append(error_of(lambda: units[0].shared.await_others(units[0], 10_000)))
+    )
     lane.start()
     failures.record("test", RuntimeError("the lane has failed"))
     lane.join(60)
@@ -145,7 +147,7 @@ def main(rank: int, folder: Path) -> None:
     if rank == 1:
         weights.close()  # before the others have what they wait for
     elif rank == 0:
-        seen["closed"] = error_of(lambda: units[0].await_others(5))
+        seen["closed"] = error_of(lambda: units[0].shared.await_others(units[0], 5))
     dist.barrier()
     weights.close()
 

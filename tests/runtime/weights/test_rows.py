@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from ds_slide.model.layout import ParameterInfo, build_layout
+from ds_slide.report.statistics import StepRecorder
+from ds_slide.report.waits import Waits
 from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.core.futures import Failures, Future
-from ds_slide.runtime.core.stream_lane import StreamWorker
+from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.weights.rows import RowBuffers, StreamedRows
 from ds_slide.store.in_memory import InMemory, WeightsInMemory
 
@@ -38,11 +40,6 @@ class Asked(Future):
         return super().wait()
 
 
-class Events:
-    def wait(self, future: Future) -> None:
-        future.wait()
-
-
 @pytest.fixture
 def rows(device: Device, failures: Failures, make_worker: Callable[[str], StreamWorker]) -> Any:
     layout = build_layout([ParameterInfo("weight", (ROWS, WIDTH), ROWS * WIDTH, 0)], 1)
@@ -60,8 +57,9 @@ def rows(device: Device, failures: Failures, make_worker: Callable[[str], Stream
     weights, gradients = ([torch.zeros(CHUNK * WIDTH * 4, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
     buffers = RowBuffers.of(unit, weights, gradients)
     lanes = SimpleNamespace(outer_h2d=make_worker("h2d"), d2h=make_worker("d2h"))
-    context: Any = SimpleNamespace(device=device, failures=failures, lanes=lanes)
-    streamed = StreamedRows(buffers, context, None, Events())  # type: ignore[arg-type]
+    recorder = StepRecorder(device, Waits(device))
+    context: Any = SimpleNamespace(device=device, failures=failures, lanes=lanes, recorder=recorder)
+    streamed = StreamedRows(buffers, context, None, None)  # type: ignore[arg-type]
     return SimpleNamespace(unit=unit, streamed=streamed)
 
 

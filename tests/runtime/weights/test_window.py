@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from ds_slide.errors import SlideError
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.core.device import PASSED, Device
 from ds_slide.runtime.core.futures import Failures
-from ds_slide.runtime.core.stream_lane import Delay, StreamWorker
+from ds_slide.runtime.core.lanes import Delay, StreamWorker, UpdateWorker
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.core.update_lane import UpdateWorker
 from ds_slide.runtime.weights.window import Direction, Slot, Window
 
 NUMEL = 64
@@ -45,7 +45,8 @@ class Rig:
         self.h2d = StreamWorker("h2d", device, failures, LaneMeter(), Delay(delay_ms, 1))
         self.updates = UpdateWorker(device, failures, LaneMeter(), Delay(delay_ms, 2))
         buffers = [torch.full((NUMEL,), -1.0) for _ in range(slots)]
-        self.window = Window(device, self.h2d, failures, units, buffers, self)
+        context: Any = SimpleNamespace(device=device, lanes=SimpleNamespace(h2d=self.h2d), failures=failures)
+        self.window = Window(context, units, buffers, self)
 
     def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
         self.fills.append(unit.order)
@@ -75,9 +76,9 @@ class Rig:
             slot = self.use(unit, direction)
             assert slot.buffer.tolist() == [100.0 * unit.order + unit.version] * NUMEL
             if direction == "forward":
-                unit.uses += 1
+                unit.uses.begun += 1
             elif direction == "backward":
-                unit.uses_done += 1
+                unit.uses.ended += 1
             self.window.release(slot)
 
     def close(self) -> None:
@@ -107,7 +108,7 @@ def test_training_order_is_fetched_ahead_and_only_once(rig: Any, slots: int) -> 
         own.through(own.units[::-1], "backward")
         for unit in own.units:
             own.update(unit)
-            unit.uses = unit.uses_done = 0
+            unit.uses.begun = unit.uses.ended = 0
         own.window.prefetch(None, "forward")
         own.h2d.drain()
         assert own.window.misses == 0
@@ -127,7 +128,7 @@ def test_a_slot_for_each_block_spares_backward_and_other_micro_batches_the_fetch
         assert own.fills == [*range(6)] * step
         for unit in own.units:
             own.update(unit)
-            unit.uses = unit.uses_done = 0
+            unit.uses.begun = unit.uses.ended = 0
         own.window.prefetch(None, "forward")
     assert own.window.misses == 0
 

@@ -7,7 +7,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +20,11 @@ from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.directories import run_files
 from ds_slide.store.directories.run_files import RunFiles
-from ds_slide.store.ssd import store as ssd
-from ds_slide.store.ssd.extents import UNIT_BYTES
+from ds_slide.store.ssd import files
+from ds_slide.store.ssd.extents import REQUEST_BYTES
+from ds_slide.store.ssd.files import IoSettings, Part
 from ds_slide.store.ssd.page_sums import PageSums
-from ds_slide.store.ssd.store import Part, SsdStore
+from ds_slide.store.ssd.store import SsdStore
 
 MIB = 1 << 20
 PAGE = 4096
@@ -40,7 +43,7 @@ class Memory:
 
 
 class Made:
-    """A store with sums, and the errors that it gave to its `fail`."""
+    """A store with sums, and the errors that it gave to its `failures`, which this object is."""
 
     def __init__(self, folder: Path, nbytes: int, mounts: int = 1, **options: object) -> None:
         self.errors: list[BaseException] = []
@@ -50,12 +53,16 @@ class Made:
         self.store = SsdStore(
             parents,
             nbytes,
-            **{"fail": self._fail, "sums": self.sums, "what_lies_at": "byte {:,} of the test".format} | options,  # type: ignore[arg-type]
+            self,
+            **{"sums": self.sums} | options,  # type: ignore[arg-type]
         )
 
-    def _fail(self, error: BaseException) -> None:
+    def record(self, _lane: str, error: BaseException) -> None:
         self.errors.append(error)
         self.failed.set()
+
+    def waiting(self, _what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @pytest.fixture
@@ -76,7 +83,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Made]]:
 def test_no_transfer_is_mistaken_for_damage(make: Callable[..., Made], backend: str) -> None:
     """Any pages, by several transfers at once, with delays; parts that were never written; sums off for a while."""
     choices = random.Random(11)
-    made = make(backend=backend, request_bytes=MIB, delay=lambda: time.sleep(choices.uniform(0.0, 0.001)))
+    made = make(io=IoSettings(backend, request_bytes=MIB), delay=lambda: time.sleep(choices.uniform(0.0, 0.001)))
     model, memory = np.zeros(SIZE, np.uint8), Memory(SIZE, seed=1)
     for turn in range(12):
         made.sums.is_on = turn not in (4, 5)
@@ -108,7 +115,7 @@ def check_sentence(error: BaseException, offset: int, folder: Path) -> None:
     text = str(error)
     assert isinstance(error, SlideError) and "\n" not in text
     assert text.startswith("SSD tier: ") and str(folder / "disk0") in text, text
-    assert f"other bytes at offset {offset:,} than were written there (byte {offset:,} of the test)" in text, text
+    assert f"other bytes at offset {offset:,} than were written there (byte {offset:,} of the store)" in text, text
     assert "check the disk and keep other programs out of that directory" in text
 
 
@@ -148,22 +155,22 @@ def test_the_file_and_its_own_offset_are_named(
 ) -> None:
     """Of a store over two disks, where neither is the offset in the store."""
     answers = iter((3.0, 1.0))
-    monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: next(answers))
-    made = make(8 * UNIT_BYTES, mounts=2)
-    memory = Memory(8 * UNIT_BYTES, seed=1)
-    made.store.write_now([Part(0, memory.address, 8 * UNIT_BYTES)])
-    second = [unit for unit in range(8) if made.store._striping.pattern[unit % 4] == 1]
+    monkeypatch.setattr(files, "mixed_bandwidth", lambda *_: next(answers))
+    made = make(8 * REQUEST_BYTES, mounts=2)
+    memory = Memory(8 * REQUEST_BYTES, seed=1)
+    made.store.write_now([Part(0, memory.address, 8 * REQUEST_BYTES)])
+    second = [unit for unit in range(8) if made.store.files.striping.pattern[unit % 4] == 1]
     assert len(second) == 2
-    place = second[1] * UNIT_BYTES + 7 * PAGE
-    (piece,) = made.store._striping.pieces(place, PAGE)
-    assert (piece.file, piece.file_offset) == (1, UNIT_BYTES + 7 * PAGE)
+    place = second[1] * REQUEST_BYTES + 7 * PAGE
+    (piece,) = made.store.files.striping.pieces(place, PAGE)
+    assert (piece.file, piece.file_offset) == (1, REQUEST_BYTES + 7 * PAGE)
     with state_file_of(made.store, mount=1) as file:
         file.write(Extent(piece.file_offset + 100, 7), b"changed")
     with pytest.raises(SlideError) as caught:
-        made.store.read_now([Part(0, memory.address, 8 * UNIT_BYTES)])
+        made.store.read_now([Part(0, memory.address, 8 * REQUEST_BYTES)])
     assert str(tmp_path / "disk1") in str(caught.value)
     assert f"at offset {piece.file_offset:,} " in str(caught.value)
-    assert f"(byte {place:,} of the test)" in str(caught.value)
+    assert f"(byte {place:,} of the store)" in str(caught.value)
 
 
 def test_the_completion_thread_checks_nothing(make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +221,7 @@ def test_what_is_urgent_is_checked_first(make: Callable[..., Made], monkeypatch:
     for number in (1, 2):
         read(number)
     read(3, urgent=True)
-    while made.store._checks is None or made.store._checks._jobs.qsize() < 3:
+    while made.store._to_check.qsize() < 3:
         os.sched_yield()
     go_on.set()
     for _ in range(4):
@@ -234,22 +241,22 @@ def test_the_stores_own_threads_cannot_wait_for_it(make: Callable[..., Made], of
 def test_what_cannot_come_on_one_disk_is_given_back_on_the_others(
     make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: 1.0)
+    monkeypatch.setattr(files, "mixed_bandwidth", lambda *_: 1.0)
     made = make(mounts=2)
-    first, second = made.store._places
-    files = []
-    monkeypatch.setattr(first, "make", lambda name: files.append(RunFiles.make(first, name)) or files[-1])
+    first, second = made.store.files._mounts
+    opened: list[Any] = []
+    monkeypatch.setattr(first, "make", lambda name: opened.append(RunFiles.make(first, name)) or opened[-1])
 
     def refuse(_name: str) -> None:
-        files.append(os.fdopen(os.dup(files[0].descriptor)))
+        opened.append(os.fdopen(os.dup(opened[0].descriptor)))
         raise SlideError("no room")
 
     monkeypatch.setattr(second, "make", refuse)
     with pytest.raises(SlideError, match="no room"):
-        made.store.extend("inputs-1", 4 * UNIT_BYTES, None)
-    with files[1] as still_open:
+        made.store.extend("inputs-1", 4 * REQUEST_BYTES, None)
+    with opened[1] as still_open:
         assert os.fstat(still_open.fileno()).st_size == 0
-    assert made.store.nbytes == SIZE and len(made.store.descriptors) == 2
+    assert made.store.nbytes == SIZE and len(made.store.files.descriptors) == 2
 
 
 @pytest.mark.parametrize("mounts", [1, 3])
@@ -257,9 +264,9 @@ def test_bytes_that_come_later_are_checked_as_the_first_ones(
     make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch, mounts: int
 ) -> None:
     """Also when the disk had no room in between; and no file grows beyond what was made."""
-    monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: 1.0)
+    monkeypatch.setattr(files, "mixed_bandwidth", lambda *_: 1.0)
     monkeypatch.setattr(run_files, "unnamed_file", lambda _directory: None)
-    made, more = make(mounts=mounts), 2 * UNIT_BYTES * mounts + PAGE
+    made, more = make(mounts=mounts), 2 * REQUEST_BYTES * mounts + PAGE
     memory = Memory(more, seed=5)
     with pytest.raises(SlideError, match="B free and needs"):
         made.store.extend("inputs-1", 1 << 60, None)
@@ -277,8 +284,8 @@ def test_bytes_that_come_later_are_checked_as_the_first_ones(
     memory.array[:] = 0
     made.store.read_now([Part(SIZE + more, memory.address, more)])
     assert memory.array.tobytes() == random.Random(SIZE + more).randbytes(more)
-    with open(f"/proc/self/fd/{made.store.descriptors[2 * mounts]}", "r+b") as stream:
-        stream.seek(UNIT_BYTES + 5)
-        stream.write(bytes([memory.array[UNIT_BYTES * mounts + 5] ^ 1]))
-    with pytest.raises(SlideError, match=rf"disk0/\S+ \(deleted\) holds other bytes at offset {UNIT_BYTES:,} than"):
+    with open(f"/proc/self/fd/{made.store.files.descriptors[2 * mounts]}", "r+b") as stream:
+        stream.seek(REQUEST_BYTES + 5)
+        stream.write(bytes([memory.array[REQUEST_BYTES * mounts + 5] ^ 1]))
+    with pytest.raises(SlideError, match=rf"disk0/\S+ \(deleted\) holds other bytes at offset {REQUEST_BYTES:,} than"):
         made.store.read_now([Part(SIZE + more, memory.address, more)])

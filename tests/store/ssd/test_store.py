@@ -14,6 +14,8 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ import pytest
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
-from ds_slide.store.ssd import store as ssd
-from ds_slide.store.ssd.extents import UNIT_BYTES
-from ds_slide.store.ssd.store import Part, SsdStore
+from ds_slide.store.ssd import files
+from ds_slide.store.ssd.extents import REQUEST_BYTES
+from ds_slide.store.ssd.files import IoSettings, Part
+from ds_slide.store.ssd.store import SsdStore
 
 MIB = 1 << 20
 PAGE = 4096
@@ -46,15 +49,25 @@ class Memory:
 
 
 class Failed:
-    """What a store's `fail` was given."""
+    """What a store's `failures` were given."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
         self.happened = threading.Event()
 
-    def __call__(self, error: BaseException) -> None:
+    def record(self, lane: str, error: BaseException) -> None:
+        assert lane == "ssd"
         self.errors.append(error)
         self.happened.set()
+
+    def waiting(self, _what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def with_io(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a store, those of `IoSettings` among them."""
+    of_io = {field.name: options.pop(field.name) for field in fields(IoSettings) if field.name in options}
+    return {**options, "io": IoSettings(**of_io)}
 
 
 @pytest.fixture
@@ -69,9 +82,9 @@ def make(tmp_path: Path, failed: Failed, monkeypatch) -> Iterator[Callable[..., 
 
     def make(nbytes: int, *, weights: tuple[float, ...] = (1.0,), **options: Any) -> SsdStore:
         answers = iter(weights)
-        monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: next(answers))
+        monkeypatch.setattr(files, "mixed_bandwidth", lambda *_: next(answers))
         parents = [(f"{KEY}[{index}]", tmp_path / f"disk{index}") for index in range(len(weights))]
-        made.append(SsdStore(parents, nbytes, **{"fail": failed, **options}))
+        made.append(SsdStore(parents, nbytes, failed, **with_io(options)))
         return made[-1]
 
     yield make
@@ -82,7 +95,7 @@ def make(tmp_path: Path, failed: Failed, monkeypatch) -> Iterator[Callable[..., 
 
 def files_of(store: SsdStore) -> list[Path]:
     """The state files, which have no name, as this process may open them."""
-    return [Path(f"/proc/self/fd/{descriptor}") for descriptor in store.descriptors]
+    return [Path(f"/proc/self/fd/{descriptor}") for descriptor in store.files.descriptors]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -136,14 +149,14 @@ def test_random_transfers_agree_with_memory(make, failed, backend, weights):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bytes_lie_in_the_files_as_the_pattern_says_and_in_proportion(make, backend):
-    store = make(16 * UNIT_BYTES + 3 * PAGE, weights=(3.0, 1.0), backend=backend)
+    store = make(16 * REQUEST_BYTES + 3 * PAGE, weights=(3.0, 1.0), backend=backend)
     memory = Memory(store.nbytes, seed=2)
     store.write_now([Part(0, memory.address, store.nbytes)])
     contents = [path.read_bytes() for path in files_of(store)]
-    assert [len(content) - PAGE for content in contents] == [12 * UNIT_BYTES + 3 * PAGE, 4 * UNIT_BYTES]
+    assert [len(content) - PAGE for content in contents] == [12 * REQUEST_BYTES + 3 * PAGE, 4 * REQUEST_BYTES]
     rebuilt = b"".join(
         contents[piece.file][piece.file_offset : piece.file_offset + piece.nbytes]
-        for piece in store._striping.pieces(0, store.nbytes)
+        for piece in store.files.striping.pieces(0, store.nbytes)
     )
     assert rebuilt == memory.array.tobytes()
     assert store.statistics()["weights"] == [0.75, 0.25]
@@ -297,7 +310,7 @@ def test_statistics_count_bytes_and_name_files(make):
 
 
 def test_the_bandwidth_of_several_mounts_is_measured(tmp_path, failed):
-    store = SsdStore([(KEY, tmp_path / "a"), (KEY, tmp_path / "b")], 256 * MIB, fail=failed)
+    store = SsdStore([(KEY, tmp_path / "a"), (KEY, tmp_path / "b")], 256 * MIB, failed)
     weights = store.statistics()["weights"]
     assert sum(weights) == pytest.approx(1)
     assert [path.name for path in (tmp_path / "a").rglob("*") if path.is_file()].count("bandwidth") == 0
@@ -328,7 +341,7 @@ def test_a_filesystem_without_direct_io_is_said_once(make, caplog, monkeypatch):
 def refusal(parents: list[Path], nbytes: int, **options: Any) -> str:
     with pytest.raises(SlideError) as caught:
         named = [(f"{KEY}[{index}]", parent) for index, parent in enumerate(parents)]
-        SsdStore(named, nbytes, fail=Failed(), **options)
+        SsdStore(named, nbytes, Failed(), **with_io(options))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -343,7 +356,7 @@ def test_too_little_space_is_refused_with_the_bytes_and_leaves_nothing(mounted):
 
 
 def test_mounts_on_one_filesystem_are_added_up(mounted, monkeypatch):
-    monkeypatch.setattr(ssd, "mixed_bandwidth", lambda *_: 1.0)
+    monkeypatch.setattr(files, "mixed_bandwidth", lambda *_: 1.0)
     small = mounted("size=24m")
     text = refusal([small / "a", small / "b"], 32 * MIB)
     assert text.startswith(f"{KEY}[1]: ")
@@ -386,10 +399,11 @@ SCRIPT = """
     import os, sys
     from pathlib import Path
     from ds_slide import _native
-    from ds_slide.store.ssd.store import Part, SsdStore
+    from ds_slide.runtime.core.futures import Failures
+    from ds_slide.store.ssd.files import IoSettings, Part
+    from ds_slide.store.ssd.store import SsdStore
     slab = _native.Slab(64 << 20, False, False)
-    store = SsdStore([("key", Path(sys.argv[1]))], 64 << 20, fail=print, backend=sys.argv[2],
-                     queue_depth=2, request_bytes=1 << 16)
+    store = SsdStore([("key", Path(sys.argv[1]))], 64 << 20, Failures(), io=IoSettings(sys.argv[2], 2, 1 << 16))
     part = [Part(0, slab.ptr, 64 << 20)]
 """
 
@@ -463,7 +477,7 @@ def test_a_forked_child_can_neither_use_nor_end_its_parents_store(tmp_path):
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     store.write_now(part)
-    assert os.path.exists(f"/proc/self/fd/{store.descriptors[0]}")
+    assert os.path.exists(f"/proc/self/fd/{store.files.descriptors[0]}")
     """
     process = started(script, tmp_path, "auto")
     output, errors = process.communicate(timeout=WAIT_S)
@@ -492,8 +506,8 @@ class Ends:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_end_of_the_completion_thread_is_told(make, failed, monkeypatch):
-    engine = ssd._engine
-    monkeypatch.setattr(ssd, "_engine", lambda *arguments: Ends(engine(*arguments)))
+    engine = files.make_engine
+    monkeypatch.setattr(files, "make_engine", lambda *arguments: Ends(engine(*arguments)))
     store, memory = make(SIZE), Memory(PAGE)
     store.write([Part(0, memory.address, PAGE)], lambda: None)
     assert failed.happened.wait(WAIT_S)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_slide.errors import SlideError
-from ds_slide.store.ssd.extents import LONGEST_PERIOD, TOLERANCE, UNIT_BYTES, Striping
+from ds_slide.store.ssd.extents import LONGEST_PERIOD, REQUEST_BYTES, Striping
 
 PAGE = 4096
 UNIT = 4 * PAGE  # small, so that a few hundred pages hold many periods
@@ -58,7 +58,7 @@ def test_a_transfer_lies_where_its_pages_lie(weights, first, count):
 @settings(max_examples=60)
 def test_every_64_mib_touch_the_mounts_in_the_same_proportion_wherever_they_start(weights, first):
     striping = Striping(weights)
-    period = len(striping.pattern) * UNIT_BYTES
+    period = len(striping.pattern) * REQUEST_BYTES
     assert period <= 64 << 20
     nbytes = (64 << 20) // period * period
     got = [0] * len(weights)
@@ -73,7 +73,7 @@ def test_the_slowest_mount_delays_a_transfer_by_little(weights):
     striping = Striping(weights)
     ideal = 1 / sum(weights)
     slowest = max(share / weight for share, weight in zip(striping.shares, weights, strict=True))
-    assert slowest <= (ideal + 1 / LONGEST_PERIOD / min(weights)) * (1 + TOLERANCE)
+    assert slowest <= (ideal + 1 / LONGEST_PERIOD / min(weights)) * 1.02
     assert all(striping.shares)
 
 

@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 
 from ds_slide.errors import SlideError
-from ds_slide.model.layout import UnitLayout, pieces
 from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.core.futures import Failures
 
@@ -198,24 +197,12 @@ class Ranks:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def gather_weights(
-        self,
-        name: str,
-        layout: UnitLayout,
-        own: torch.Tensor,
-        gathered: torch.Tensor,
-        buffer: torch.Tensor,
-        *after: Marker,
-        in_step: bool = False,
-    ) -> Marker:
-        """All-gather the weights of the unit `name`, `own` ([local_numel]), into `gathered` ([>= world_size *
-        local_numel], rank-major), and lay the whole parameters out in `buffer` ([>= slot_numel]). Returns the marker of
-        its end."""
-        flat = gathered[: self.world_size * layout.local_numel]
+        self, name: str, own: torch.Tensor, gathered: torch.Tensor, *after: Marker, in_step: bool = False
+    ) -> None:
+        """All-gather the weights of the unit `name`, `own` ([local_numel]), into `gathered` ([world_size *
+        local_numel], rank-major)."""
         with self._issue(f"gathering the weights of {name}", *after, in_step=in_step):
-            dist.all_gather_into_tensor(flat, own, group=self._group)
-        with self.on_stream():
-            lay_out(layout, flat, buffer)
-        return self.mark()
+            dist.all_gather_into_tensor(gathered, own, group=self._group)
 
     def reduce_gradients(self, name: str, packed: torch.Tensor, own: torch.Tensor, *after: Marker) -> None:
         """Average the gradient of the unit `name`, `packed` ([world_size * numel], rank-major), over the ranks into
@@ -291,13 +278,3 @@ class Ranks:
                         f"the ranks differ in {what}: {key} is {value} on rank 0 and {other[key]} on rank {rank}; give "
                         "all ranks the same model, the same DeepSpeed config and machines alike"
                     )
-
-
-def lay_out(layout: UnitLayout, flat: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Copy the parts of all ranks ([>= world_size * local_numel], rank-major) to their places in slot layout."""
-    local = layout.local_numel
-    targets, sources = [], []
-    for rank, source, place in pieces(layout):
-        targets.append(buffer[place])
-        sources.append(flat[rank * local + source.start : rank * local + source.stop])
-    torch._foreach_copy_(targets, sources)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
-from ds_slide.runtime.core.ranks import machine
 from ds_slide.runtime.core.ranks.board import Board, open_board
 from ds_slide.runtime.core.ranks.collectives import Ranks
+from ds_slide.runtime.core.ranks.sharing import machine_identity
 
 TEXT_BYTES = 1000
 """Bytes of a rank's line of text."""
@@ -127,6 +127,6 @@ class Peers:
 def _process_space() -> str:
     """Return a string that is equal for processes that see each other's numbers; empty where that cannot be known."""
     try:
-        return machine.identity("pid")
+        return machine_identity("pid")
     except OSError:
         return ""

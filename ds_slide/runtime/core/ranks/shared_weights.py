@@ -12,13 +12,12 @@ fetch of version n may be torn, but is never bound: binding compares versions, a
 when it enters, before it binds again. A unit used once more between its announcement and its average has a whole
 version n, because no update can have begun. With changes of weights no change may be missed, and each has been applied
 by then: a rank that has not used the unit waits for the change before it enters the collective (`Taking`). Writes from
-outside (loading, `safe_set_*`) have no such collective before them: `SlideRuntime.begin_writing` is one.
+outside (loading, `safe_set_*`) have no such collective before them: `StateAccess.begin_writing` is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,9 +75,8 @@ class SharedWeights:
                     "ds_slide.share_weights to false, which gathers weights over the process group"
                 )
         for unit in units:
-            unit.publish = partial(self._publish, unit)
-            unit.await_others = partial(self._await_others, unit)
-            unit.publish(unit.version)
+            unit.shared = self
+            self.publish(unit, unit.version)
 
     def _map(self, units: Sequence[Unit]) -> None:
         descriptors = list(self._sharing.descriptors)
@@ -90,8 +88,8 @@ class SharedWeights:
             self.parts[unit.order] = [
                 weight
                 if rank == self._ranks.rank
-                else self._memory.mapped(
-                    descriptor, part.offset, weight.numel(), weight.dtype, transfers=True, counts=False
+                else self._memory.tensor(
+                    weight.numel(), weight.dtype, transfers=True, place=(descriptor, part.offset), counts=False
                 )
                 for rank, descriptor in enumerate(descriptors)
             ]
@@ -103,10 +101,12 @@ class SharedWeights:
 
     # A counter holds version + 1, because memory begins at 0 and versions do too.
 
-    def _publish(self, unit: Unit, version: int) -> None:
+    def publish(self, unit: Unit, version: int) -> None:
+        """Tell the other ranks that this rank's part of a version is complete."""
         self._generations[self._ranks.rank].publish(unit.order, version + 1)
 
-    def _await_others(self, unit: Unit, version: int) -> None:
+    def await_others(self, unit: Unit, version: int) -> None:
+        """Wait for the other ranks' parts of a version."""
         for rank, counters in enumerate(self._generations):
             if rank == self._ranks.rank or counters.value(unit.order) > version:
                 continue

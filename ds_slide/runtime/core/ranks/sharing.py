@@ -12,21 +12,21 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Literal
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.core.ranks import machine
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.store.memory_file import MemoryFile
 
 logger = logging.getLogger(__name__)
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RANK = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-T = TypeVar("T")
 
 
 class Sharing:
@@ -79,6 +79,12 @@ def share(ranks: Ranks) -> Sharing | None:
         return None
 
 
+def machine_identity(namespace: str) -> str:
+    """Return a string that is equal for processes of one machine that share `namespace`, a name in /proc/self/ns. The
+    host's name would not do, because containers may share it. Raises OSError where there is no /proc."""
+    return f"{_BOOT.read_text().strip()} {os.readlink(f'/proc/self/ns/{namespace}')}"
+
+
 class _Impossible(Exception):
     """The reason why the ranks share no memory, the same on all of them."""
 
@@ -93,38 +99,34 @@ def _share(ranks: Ranks) -> Sharing:
     with ExitStack() as sockets, ExitStack() as undo:
         listener = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
 
-        def prepare() -> tuple[Sharing, _Hello]:
+        with _together(ranks, "preparing shared memory"):
             sharing = Sharing(MemoryFile(), ranks.world_size)
             undo.callback(sharing.close)
             listener.bind(b"\0ds_slide-" + secrets.token_hex(16).encode())  # abstract: it is in no directory
             listener.listen(ranks.world_size)
-            return sharing, _Hello(machine.identity("net"), listener.getsockname())
-
-        (sharing, _), hellos = _together(ranks, "preparing shared memory", prepare, lambda both: both[1])
+            hello = _Hello(machine_identity("net"), listener.getsockname())
+        hellos = ranks.exchange(hello, "telling where each rank listens")
         if len({hello.machine for hello in hellos}) > 1:
             raise _Impossible("they are on several machines, or in containers with a network each")
-        _together(ranks, "sending descriptors", lambda: _send(ranks.rank, sharing, hellos, sockets))
-        _together(ranks, "receiving descriptors", lambda: _receive(listener, sharing, sockets))
+        with _together(ranks, "sending descriptors"):
+            _send(ranks.rank, sharing, hellos, sockets)
+        with _together(ranks, "receiving descriptors"):
+            _receive(listener, sharing, sockets)
         undo.pop_all()
         return sharing
 
 
-def _together(
-    ranks: Ranks, what: str, step: Callable[[], T], tell: Callable[[T], Any] = lambda _: None
-) -> tuple[T, list[Any]]:
-    """Run `step` on all ranks. Returns this rank's result, and what each rank tells of its own. Raises _Impossible when
-    the step has failed on any rank."""
-    done: list[T] = []
-    problem = told = None
+@contextmanager
+def _together(ranks: Ranks, what: str) -> Iterator[None]:
+    """Run the work inside the context on all ranks. Raises _Impossible on all of them when it has failed on any."""
+    problem = None
     try:
-        done.append(step())
-        told = tell(done[0])
+        yield
     except OSError as error:
         problem = f"{what} failed on rank {ranks.rank} ({error})"
-    given = ranks.exchange((problem, told), what)
-    if problems := [problem for problem, _ in given if problem is not None]:
+    problems = [each for each in ranks.exchange(problem, what) if each is not None]
+    if problems:
         raise _Impossible(problems[0])
-    return done[0], [told for _, told in given]
 
 
 def _send(rank: int, sharing: Sharing, hellos: Sequence[_Hello], sockets: ExitStack) -> None:

@@ -18,30 +18,46 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import THREAD_PREFIX, Failures, Wait
 from ds_slide.runtime.core.ranks.peers import Peer, State
 
-LONGEST_LOOK_S = 5.0
-LOOKS = 20
-"""The least number of checks within the limit."""
-GRACE_S = 30.0
-"""Seconds for the threads of an ended run to finish, half the limit at most. A thread that still waits then is inside a
-call that cannot be ended from outside (NCCL, gloo, the driver), and the process is ended."""
-LOST_S = 10.0
-"""Seconds that a rank waits for an ended rank before it reports that as the cause, half the limit at most: the waiting
-rank may be about to end itself."""
-BLAME_S = 5.0
-"""Seconds to wait for the end of a rank to become visible after a collective has failed."""
-LAST_S = 10.0
-"""Seconds for each of the last actions of a process. A terminal that hangs must not keep the process alive."""
 MOST_NAMED = 8
 """The most other ranks that a message names; there may be a thousand."""
 
 _log = logging.getLogger("ds_slide")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that the watchdog waits, for a limit of `limit_s`."""
+
+    limit_s: float
+    blame_s: float = 5.0
+    """Wait for the end of a rank to become visible after a collective has failed."""
+    last_s: float = 10.0
+    """Wait for each of the last actions of a process. A terminal that hangs must not keep the process alive."""
+
+    @property
+    def look_s(self) -> float:
+        """Time between two checks, of which at least 20 are within the limit."""
+        return min(5.0, self.limit_s / 20)
+
+    @property
+    def grace_s(self) -> float:
+        """Time for the threads of an ended run to finish. A thread that still waits then is inside a call that cannot
+        be ended from outside (NCCL, gloo, the driver), and the process is ended."""
+        return min(30.0, self.limit_s / 2)
+
+    @property
+    def lost_s(self) -> float:
+        """Time that a rank waits for an ended rank before it reports that as the cause: the waiting rank may be about
+        to end itself."""
+        return min(10.0, self.limit_s / 2)
 
 
 class PeerStates(Protocol):
@@ -52,29 +68,34 @@ class PeerStates(Protocol):
     def close(self) -> None: ...
 
 
+class Moves(Protocol):
+    """A store of the SSD tier (`ds_slide.store.ssd.store.SsdStore`)."""
+
+    def moved_bytes(self) -> int: ...
+
+
 class Watchdog:
-    """A thread that watches the engine from `start` on. `progress`: counters of progress without a hand-over, such as
-    the disk's bytes."""
+    """A thread that watches the engine from `start` on. `stores`: their transfers are progress without a hand-over. The
+    thread must not keep the engine alive, so it knows this list, which may be filled later, and not the parts that use
+    the stores."""
 
     _of_process: ClassVar[list[Watchdog]] = []
     """One watchdog for each engine: a rank that stands still in one of its engines does so in all."""
+    _end_process = staticmethod(os._exit)
 
     def __init__(
         self,
         failures: Failures,
         device: Device,
         limit_s: float,
-        progress: Sequence[Callable[[], object]] = (),
+        stores: Sequence[Moves] = (),
         peers: PeerStates | None = None,
-        end_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._failures = failures
         self._device = device
-        self._limit_s = limit_s
-        self._look_s = min(LONGEST_LOOK_S, limit_s / LOOKS)
-        self._progress = progress
+        self._times = Times(limit_s)
+        self._stores = stores
         self._peers = peers
-        self._end_process = end_process
         self._seen: object = None
         self._since = 0.0
         """Seconds since the last progress of a training that stands still."""
@@ -99,7 +120,7 @@ class Watchdog:
         Watchdog._of_process.remove(self)
         self._closed.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(LAST_S)
+            self._thread.join(self._times.last_s)
             if self._thread.is_alive():
                 _log.warning("the watchdog is inside a call that does not return, and is left there")
         if self._peers is not None:
@@ -109,7 +130,7 @@ class Watchdog:
     def _run(self) -> None:
         self._device.enter_thread()
         before = time.monotonic()
-        while not self._closed.wait(self._look_s):
+        while not self._closed.wait(self._times.look_s):
             now = time.monotonic()
             message = self._judge(now - before)
             before = now
@@ -120,7 +141,7 @@ class Watchdog:
     def _judge(self, passed_s: float) -> str | None:
         """Return the verdict of one check. A check that fails counts as progress."""
         try:
-            self._look(min(passed_s, 2 * self._look_s))
+            self._look(min(passed_s, 2 * self._times.look_s))
             return self._verdict()
         except Exception as error:
             self._since, self._state = 0.0, State()
@@ -134,7 +155,7 @@ class Watchdog:
     def _look(self, passed_s: float) -> None:
         collective = self._failures.oldest_outstanding()
         waits = self._failures.waits()
-        seen = (self._failures.progress, *(counter() for counter in self._progress))
+        seen = (self._failures.progress, *(store.moved_bytes() for store in self._stores))
         stands = seen == self._seen and (collective is not None or any(wait.of_client for wait in waits))
         works = stands and collective is None and self._device.is_working()
         self._since = self._since + passed_s if stands and not works else 0.0
@@ -152,11 +173,12 @@ class Watchdog:
         """Return why the run must end; None while it may go on."""
         others = self._peers.others() if self._peers is not None else []
         ended = [peer for peer in others if peer.has_ended]
-        if ended and self._since >= min(LOST_S, self._limit_s / 2) and self._waits_for_ranks():
+        if ended and self._since >= self._times.lost_s and self._waits_for_ranks():
             return f"{self._says(others)}; {'; '.join(map(str, ended[:MOST_NAMED]))}: look there for the cause"
         if self._peers is None and self._waits_for_ranks():
             return None  # ranks of other machines: the process group has its own time-out
-        if self._since >= self._limit_s and all(peer.has_ended or peer.stands(self._limit_s) for peer in others):
+        limit_s = self._times.limit_s
+        if self._since >= limit_s and all(peer.has_ended or peer.stands(limit_s) for peer in others):
             return (
                 f"nothing has come forward for {self._since:.0f} s: {self._says(others)}; resume from the last "
                 "checkpoint and report this message (ds_slide.hang_timeout sets the time, 0 switches this off)"
@@ -167,9 +189,9 @@ class Watchdog:
         """Return which ranks have ended, after a collective has failed. The end of a rank may become visible a moment
         after the connection breaks."""
         assert self._peers is not None
-        deadline = time.monotonic() + BLAME_S
+        deadline = time.monotonic() + self._times.blame_s
         while not (ended := [peer for peer in self._peers.others() if peer.has_ended]):
-            if time.monotonic() > deadline or self._closed.wait(self._look_s):
+            if time.monotonic() > deadline or self._closed.wait(self._times.look_s):
                 break
         return "; ".join(f"{peer}: {peer.state.what}" if peer.state.what else str(peer) for peer in ended[:MOST_NAMED])
 
@@ -196,8 +218,8 @@ class Watchdog:
             self._peers.tell(self._state)
         # This runs in a thread of its own: waking a thread takes a lock, which a hanging thread may hold.
         threading.Thread(target=self._failures.end, args=(message,), name=f"{THREAD_PREFIX}end", daemon=True).start()
-        while not self._closed.wait(self._look_s):
-            if self._grace_is_over(self._look_s):
+        while not self._closed.wait(self._times.look_s):
+            if self._grace_is_over(self._times.look_s):
                 self._end_by_force(message)
                 return
 
@@ -205,7 +227,7 @@ class Watchdog:
         """Whether a thread still waits after the grace period, although the run has ended."""
         stuck = self._failures.oldest_outstanding() or any(wait.of_client for wait in self._failures.waits())
         self._stuck_s = self._stuck_s + passed_s if stuck else 0.0
-        return self._stuck_s >= min(GRACE_S, self._limit_s / 2)
+        return self._stuck_s >= self._times.grace_s
 
     def _end_by_force(self, message: str) -> None:
         first = self._failures.message  # an earlier failure of a lane is the cause
@@ -217,5 +239,5 @@ class Watchdog:
         for act in (sys.stdout.flush, say):
             thread = threading.Thread(target=act, name=f"{THREAD_PREFIX}end", daemon=True)
             thread.start()
-            thread.join(LAST_S)
+            thread.join(self._times.last_s)
         self._end_process(1)

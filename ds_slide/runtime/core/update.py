@@ -1,4 +1,4 @@
-"""Which parameters of a unit an update moves, and how many updates each has had.
+"""One update of a unit: which parameters it moves, the square sum of its gradient, and the futures that it keeps.
 
 `requires_grad` is read when an update begins. A parameter without a gradient keeps its weight, master, states and
 count: plain torch's optimizer counts per parameter, and AdamW corrects its moments by that count.
@@ -6,13 +6,30 @@ count: plain torch's optimizer counts per parameter, and AdamW corrects its mome
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
 from ds_slide.compression.codec import SegmentStep
 from ds_slide.model.layout import Entry, Segment, align_up
 from ds_slide.optim.rule import Hyper, at_step
+from ds_slide.runtime.core.futures import Failures, Future
+
+if TYPE_CHECKING:
+    from ds_slide.runtime.core.unit import Unit
+
+
+@dataclass
+class SquareSum:
+    """The square sum of one held gradient. Each gradient has its own object: the update lane may add late to the sum of
+    a gradient that `zero_grad` has dropped, and the next gradient must not count that."""
+
+    place: Literal["device", "host"] | None = None
+    """The place of the sum; None: it has not been computed yet."""
+    on_host: float = 0.0
 
 
 class Trained:
@@ -70,3 +87,47 @@ class Trained:
     def covers(self, steps: Sequence[SegmentStep]) -> bool:
         """Whether `steps` have the segments of the unit, none missing and none cut."""
         return [each.segment for each in steps] == list(self._segments)
+
+
+class Update:
+    """The futures of one update of a unit. There is one for each span, kept when the span has its new weights; `done`
+    is kept with the last of them. `completed` is kept when every span has its new states, too. An update in two passes
+    writes the states in the second pass, and needs the held gradient until then."""
+
+    def __init__(self, unit: Unit, failures: Failures, *, two_passes: bool) -> None:
+        """Open the futures of the update to the present version of `unit`."""
+        self.is_pressed = False
+        """Whether a thread waits for the update, or has waited."""
+        self._unit, self._version = unit, unit.version
+        count = len(unit.spans)
+        self.spans = [
+            Future(failures, f"part {index + 1} of {count} of the update of {unit.name}", self)
+            for index in range(count)
+        ]
+        self.done = Future(failures, f"the update of {unit.name}", self)
+        self.two_passes = two_passes
+        self.completed = Future(failures, f"the states of {unit.name}") if two_passes else self.done
+        self._left = self._left_states = count
+        self._lock = threading.Lock()
+
+    def press(self) -> None:
+        """Mark the update as urgent. Called when a wait begins: from then on less urgent work must not delay it."""
+        self.is_pressed = True
+        self._unit.state.written.press()
+
+    def finish(self, index: int) -> None:
+        """Record that span `index` has its new weights."""
+        self.spans[index].keep()
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            if self._unit.shared is not None:
+                self._unit.shared.publish(self._unit, self._version)
+            self.done.keep()
+
+    def finish_states(self) -> None:
+        """Record that the second pass has written the states of one more span. Called by the update lane alone."""
+        self._left_states -= 1
+        if not self._left_states:
+            self.completed.keep()

@@ -9,7 +9,7 @@ from torch import nn
 from ds_slide.compression.codec import SegmentStep
 from ds_slide.model.layout import ParameterInfo, Segment, build_layout
 from ds_slide.optim.adamw import AdamWHyper
-from ds_slide.runtime.core.trained import Trained
+from ds_slide.runtime.core.update import Trained
 
 GROUPS = (0, 0, 0, 1)
 """The optimizer groups of four parameters of 64 elements each."""

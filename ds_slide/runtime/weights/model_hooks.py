@@ -1,4 +1,4 @@
-"""Gives modules with narrowed weights copies in the parameters' own data type while they run without autocast.
+"""All hooks of an engine in its model, and those that widen narrowed weights for a forward without autocast.
 
 Inside autocast a linear layer takes bf16 weights beside any input. Outside of it, for instance in `model.generate()`,
 which runs outside of the engine's forward, the layer uses its weights as they are, but its inputs are in fp32. So it
@@ -9,12 +9,18 @@ attributes of the module object, which Python finds before it asks `nn.Module` f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ds_slide.runtime.activations.checkpointing import CacheHooks
 from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.weights.hooks import BlockHooks, OuterHooks, RootHooks
+from ds_slide.runtime.weights.saved_weights import SavedWeights
+
+if TYPE_CHECKING:
+    from ds_slide.runtime.engine import SlideRuntime
 
 _Place = tuple[nn.Module, str, torch.dtype]
 """A module, the name of a parameter that it owns, and the data type of the copy."""
@@ -76,3 +82,46 @@ class WideHooks:
         if self._hidden:  # not when another hook raised before `_before`
             for owner, name in self._hidden.pop():
                 vars(owner).pop(name, None)
+
+
+class ModelHooks:
+    """The hooks of one engine, which call `runtime`. `attached`: the hooks that are in the model now."""
+
+    def __init__(self, module: nn.Module, runtime: SlideRuntime) -> None:
+        self._module = module
+        self._runtime = runtime
+        window = runtime.parts.window
+        self._saved = SavedWeights({} if window is None else window.by_storage, runtime.bindings.slots, runtime)
+        self.attached: list[BlockHooks | RootHooks | OuterHooks | WideHooks | CacheHooks] = []
+
+    def attach(self) -> None:
+        """Put new hooks into the model, in place of the present ones. Without hooks the model computes with the content
+        of its parameters (whole weights, gathered for generation)."""
+        self.detach()
+        runtime = self._runtime
+        outer_units = [unit for unit in runtime.units if unit.spec.kind == "outer"]
+        self.attached = [
+            *(BlockHooks(unit, runtime, self._saved, runtime.root) for unit in runtime.blocks),
+            *OuterHooks.on(self._module, outer_units, runtime.resident_weights),
+            *WideHooks.on(self._module, runtime.units, runtime.device.torch.type),
+            RootHooks(self._module, runtime.root, runtime),
+            *CacheHooks.on(self._module, runtime.parts.spare.activations.leave_unasked),
+        ]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the hooks are in the model: a script may have taken them out one by one."""
+        return any(isinstance(hooks, RootHooks) and hooks.are_there for hooks in self.attached)
+
+    def detach(self) -> None:
+        """Take the hooks out of the model."""
+        self._runtime.parts.spare.end_forward()
+        for hooks in self.attached:
+            hooks.remove()
+        self.attached = []
+
+    def close_left_open(self) -> None:
+        """Close what a forward that an interrupt has ended has left open: torch calls no hook then."""
+        for hooks in self.attached:
+            if isinstance(hooks, BlockHooks | WideHooks):
+                hooks.close_left_open()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from ds_slide.runtime.core.trees import add_tensors
+from ds_slide.runtime.core.calls import add_tensors
 
 Pair = namedtuple("Pair", "one other")
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=1), st.builds(lambda: torch.zeros(1)))
@@ -35,8 +35,10 @@ def test_it_finds_what_pytree_finds(tree: Any) -> None:
     assert list(map(id, found)) == list(map(id, expected))
 
 
-def test_what_is_a_leaf_is_not_taken_apart() -> None:
+def test_only_plain_containers_are_taken_apart() -> None:
     found: list[torch.Tensor] = []
-    inside = OrderedDict(one=torch.zeros(1))
-    add_tensors(found, (torch.ones(1), inside), lambda node: isinstance(node, OrderedDict))
+    inside = deque([torch.zeros(1)])
+    add_tensors(found, (torch.ones(1), inside), plain_only=True)
     assert len(found) == 1
+    add_tensors(found, inside)
+    assert len(found) == 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_slide.runtime.weights.fields import DEPTH, MOST_OBJECTS, fields_in, put, restore, tensors_of
+from ds_slide.runtime.weights.passed import DEPTH, MOST_OBJECTS, fields_in, put, restore, tensors_of
 
 Pair = namedtuple("Pair", ["a", "b"])
 
