@@ -23,7 +23,8 @@ from ds_slide.integration.parameters import ParameterProtocol
 from ds_slide.integration.refused import require_own_layout
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.rule import UpdateRule
-from ds_slide.runtime.core.unit import SquareSum, Unit
+from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.update import SquareSum
 from ds_slide.runtime.ended import ENDED
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.gradients.totals import NormWatch
