@@ -313,7 +313,7 @@ def make_spare_memory(module: nn.Module, context: Context, units: Sequence[Unit]
     blocks = [unit for unit in units if unit.spec.kind == "block" and wanted != "as_written"]
     space = space_for_inputs(context) if blocks and settings.trains else None
     activations = Activations(context, blocks, may_be_unasked(module, blocks), space)
-    budget = Budget(gpu, limit, running.on_gpu)
+    budget = Budget(gpu, limit)
     return SpareMemory(context, activations, budget, updating, _vocabulary(module))
 
 

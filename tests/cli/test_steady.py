@@ -113,7 +113,11 @@ class Engine:
 def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
     """Steps of the engine, until it has decided."""
     device = Device(torch.device("cpu"))
-    budget = Budget(engine, limit, lambda: engine.plan.gpu_bytes)
+
+    class OfPlan(Budget):
+        @property
+        def placed(self) -> int:
+            return engine.plan.gpu_bytes
 
     class Updating:
         def schedules(self) -> Schedules:
@@ -121,7 +125,7 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
             return Schedules(schedule, schedule)
 
     context = context_of(device)
-    spare = SpareMemory(context, Activations(context, []), budget, Updating())
+    spare = SpareMemory(context, Activations(context, []), OfPlan(engine, limit), Updating())
     spare.room.states, engine.accumulates = engine, forwards > 1
     for number in range(LOOKS[-1]):
         step = Steps().step(engine.plan)

@@ -134,7 +134,7 @@ class SmallGpu:
     def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Be the engine's GPU."""
         spare = self.parts.spare
-        monkeypatch.setattr(spare.room, "budget", Budget(self, None, lambda: 0))
+        monkeypatch.setattr(spare.room, "budget", Budget(self, None))
         monkeypatch.setattr(spare.need.peaks, "_gpu", self)
 
     def allocated(self) -> int:

@@ -103,8 +103,8 @@ class CountedCall:
         *,
         ends_early: bool,
     ) -> None:
-        """Note the measurement. `saved`: bytes of the saved tensors, by address. `squares`: the addresses of those with
-        an element for each pair of tokens. `given_square`: bytes of such tensors among the block's inputs."""
+        """Note the measurement. `saved`: bytes of the saved tensors, by address. `squares`: addresses of saved tensors
+        with an element for each pair of tokens. `given_square`: bytes of such tensors among the inputs."""
         runs, nbytes = learning.end(), sum(saved.values())
         square = sum(each for address, each in saved.items() if address in squares)
         work = self._forward.work

@@ -119,8 +119,8 @@ class MovedInputs:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Bytes of moved inputs, of those that have gone on to SSD, of their places there, and of the host memory for
-        both."""
+        """Bytes of the inputs that have moved, and of the host memory where they stay. With SSD: bytes that have gone
+        on there, bytes of places there, and bytes of host memory for them."""
         found = {"moved_bytes": self.bytes, "host_bytes": self.buffers.nbytes}
         if self.disk is not None:
             found |= {

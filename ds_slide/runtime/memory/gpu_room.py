@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from ds_slide.plan.spare import (
     inputs_missing,
     spare_bytes,
 )
+from ds_slide.runtime.core import running
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.memory.batch_need import BatchNeed
 
@@ -50,12 +51,15 @@ class States(Protocol):
 @dataclass(frozen=True)
 class Budget:
     """The GPU memory that may be used. `gpu`: None where the accelerator has no memory of its own; nothing is placed
-    there unasked then. `limit`: the value of `ds_slide.gpu_memory`. `placed`: bytes of all engines that count against
-    the limit so far."""
+    there unasked then. `limit`: the value of `ds_slide.gpu_memory`."""
 
     gpu: Device | None
     limit: int | None
-    placed: Callable[[], int]
+
+    @property
+    def placed(self) -> int:
+        """Bytes of all engines that count against the limit so far."""
+        return running.on_gpu()
 
     @property
     def exists(self) -> bool:
@@ -91,7 +95,7 @@ class GpuRoom:
             needed = self.need.at(shape, with_gradient=with_gradient) - elsewhere
             rooms.append(spare_bytes(self.usable - self.need.peaks.allocated(), needed, self.margin))
         if self.budget.limit is not None:
-            rooms.append(self.budget.limit - self.budget.placed())
+            rooms.append(self.budget.limit - self.budget.placed)
         return min(rooms) - self.reserve
 
     def inputs_missing(self, shape: Shape | None) -> float:

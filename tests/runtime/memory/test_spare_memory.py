@@ -136,6 +136,16 @@ class Updating:
         return self.found
 
 
+class OfGpu(Budget):
+    """All that is on the GPU counts."""
+
+    gpu: Any
+
+    @property
+    def placed(self) -> int:
+        return int(self.gpu.on_gpu)
+
+
 class Run:
     """A training. `stall`: seconds of a step of 1 s in which the GPU waits for the host."""
 
@@ -147,9 +157,8 @@ class Run:
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": 1 - stall, "bytes": 0}}
         self.recorder = StepRecorder(device, Waits(device))
         self.recorder.latest = StepStatistics(1, 1.0, 1.0, "compute", lanes, {})
-        budget = Budget(self.gpu, limit, lambda: self.gpu.on_gpu)
         context = context_of(device, ranks=ranks or Ranks(), recorder=self.recorder)
-        self.spare = SpareMemory(context, Activations(context, []), budget, self.updating)
+        self.spare = SpareMemory(context, Activations(context, []), OfGpu(self.gpu, limit), self.updating)
         self.spare.room.states = self.units
 
     def forward(self, batch: Sequence[int] = (1, TOKENS)) -> None:
