@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import ds_slide
+from ds_slide.integration.external_parameters import ExternalParameters
 from ds_slide.report.log import log, no_blocks_line, size, start_line
 from ds_slide.runtime.core.calls import NO_TASK, graph_task
 
@@ -36,6 +37,7 @@ def attach(engine: Any) -> None:
     engine._backward_prologue = engine.optimizer.runtime.prologue = _Prologue(reference)
     engine._backward_prologue_per_tensor = _unchanged
     override(engine, backward)
+    ExternalParameters(engine)
 
 
 def override(engine: Any, function: Callable[..., Any]) -> None:
