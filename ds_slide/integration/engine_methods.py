@@ -161,7 +161,7 @@ class _Prologue:
 
 
 def backward(engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """`engine.backward`: an operator that finds no GPU memory runs again (`ds_slide.runtime.memory.retries`).
+    """`engine.backward`: an operator that finds no GPU memory runs again (`ds_slide.runtime.memory.shortage`).
 
     `loss.backward()` of a script is noticed only when its backward has begun, which is too late.
     """
@@ -199,7 +199,7 @@ def log_start(engine: Any) -> None:
             ranks=parts.context.ranks.world_size,
             deferred=parts.deferred if parts.context.trains else None,
             kernels=kernels,
-            shares_out=parts.spare.is_shared_out,
+            shares_out=parts.spare.room.budget.exists,
         )
     )
     if not parts.memory_report["blocks"]:
