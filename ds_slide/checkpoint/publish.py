@@ -18,6 +18,7 @@ following a link and checked to be ours. Renames and removals use names relative
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import errno
@@ -25,9 +26,13 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import aiofiles
 
 from ds_slide.checkpoint.leftovers import (
     SAVING,
@@ -216,6 +221,9 @@ def _as_path(descriptor: int, otherwise: Path) -> Path:
 # last rank sees all markers and publishes. If two ranks see all markers at once, the rank that creates one more file
 # publishes. No rank waits for another one. A file system may show the files of other ranks late (NFS), so that no rank
 # sees all markers. Then the publisher publishes when all ranks meet next, at the next save or load.
+#
+# The files are small and written through aiofiles, in this thread: at the interpreter's end no pool takes work any
+# more.
 
 _PUBLISHING = f"{SAVING}publishing"
 
@@ -234,7 +242,7 @@ class Agreement:
         content = {name: [found.nbytes, found.crc] for name, found in files.items()}
         marker = self._marker(rank)
         beside = marker.with_suffix(".new")
-        beside.write_text(json.dumps(content))
+        asyncio.run(_write(beside, json.dumps(content).encode()))
         os.replace(beside, marker)  # whole when it appears; not synced, because it is not read after a crash
         reached(f"rank {rank} has finished")
         self.publish_if_complete()
@@ -248,11 +256,43 @@ class Agreement:
             os.close(os.open(self.staging.path / _PUBLISHING, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
         except (FileExistsError, FileNotFoundError):
             return
-        contents = [json.loads(marker.read_bytes()) for marker in markers]
-        files = {name: Sum(*found) for content in contents for name, found in content.items()}
+        files = {name: Sum(*found) for content in asyncio.run(_read(markers)) for name, found in content.items()}
         self.staging.publish(self.tag, files, latest=self.latest)
         self.staging.remove()
 
     def _marker(self, rank: int) -> Path:
         """Return the path of a rank's marker. No tag has such a name (`checked_tag`)."""
         return self.staging.path / f"{SAVING}rank{rank}.json"
+
+
+class _Here(Executor):
+    """Runs every submitted function at once. (`async with` of an aiofiles file would close it in the loop's pool.)"""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+async def _write(path: Path, content: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    file = await aiofiles.open(path, "xb", executor=_Here())
+    try:
+        await file.write(content)
+    finally:
+        await file.close()
+
+
+async def _read(paths: list[Path]) -> list[dict[str, list[int]]]:
+    contents = []
+    for path in paths:
+        file = await aiofiles.open(path, "rb", executor=_Here())
+        try:
+            contents.append(json.loads(await file.read()))
+        finally:
+            await file.close()
+    return contents
