@@ -10,7 +10,7 @@ import colorsys
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step, for instance as step.svg")
 
 
-def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Answer with `say`, and return the exit code. Raises SlideError for files that cannot be read or written."""
+def run(arguments: argparse.Namespace, answer: list[str]) -> int:
+    """Append to `answer`, and return the exit code. Raises SlideError for files that cannot be read or written."""
     recorded = [read(path) for name in arguments.files for path in _of_all_ranks(name)]
     steps = [_chosen(of_file, arguments.step) for of_file in recorded]
     if arguments.json:
-        say(json.dumps([figures(step) for step in steps], indent=2))
+        answer.append(json.dumps([figures(step) for step in steps], indent=2))
     else:
-        say("\n\n".join("\n".join(lines(step)) for step in steps))
+        answer.append("\n\n".join("\n".join(lines(step)) for step in steps))
     if arguments.plot is not None:
         drawing.write(trace_picture(steps), arguments.plot)
     return 0

@@ -29,10 +29,8 @@ from ds_slide.optim.rule import UpdateRule
 from ds_slide.patching.apply import Replaced, apply_kernels
 from ds_slide.patching.head import stream_head
 from ds_slide.patching.kinds import Which
+from ds_slide.plan.host_room import FileMappings, groups, host_room, local_ranks, share_with
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
-from ds_slide.plan.probe.file_mappings import FileMappings
-from ds_slide.plan.probe.host_room import groups, host_room, share_with
-from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.report.log import log
 from ds_slide.runtime.build import build_runtime

@@ -25,8 +25,8 @@ from ds_slide.plan.allocations import (
     row_gradients_of,
     rows_of,
 )
+from ds_slide.plan.host_room import local_ranks
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from ds_slide.plan.host_room import host_room, local_ranks
 from ds_slide.plan.memory import SPARE_HOST_SHARE
-from ds_slide.plan.probe.host_room import host_room
-from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.statistics import INPUTS, LaneMeter
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.checkpointing import may_be_unasked

@@ -13,7 +13,7 @@ import pytest
 import ds_slide as package
 from ds_slide.cli.planning.output import as_text
 from ds_slide.config import format_bytes, parse_bytes
-from ds_slide.plan.ceilings.figures import read_ceilings
+from ds_slide.plan.ceilings import read_ceilings
 from ds_slide.plan.forecast import ENGINE_BYTES, PROCESS_BYTES, PYTHON_BYTES, PYTHON_ENGINE_BYTES
 
 CEILINGS = Path(package.__file__).parent / "configs" / "ceilings"

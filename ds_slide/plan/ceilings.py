@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ds_slide.config import shown
 from ds_slide.errors import SlideError
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "ceilings"
+PRESETS = Path(__file__).resolve().parents[1] / "configs" / "ceilings"
 """Files of machines that were measured before, by name."""
 
 
