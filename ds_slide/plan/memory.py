@@ -23,7 +23,7 @@ from ds_slide.plan.allocations import (
     total,
     undo_bytes,
 )
-from ds_slide.plan.needs import Needs, Placement, UnitSize, is_held
+from ds_slide.plan.needs import Needs, Placement, UnitSize, is_held, masters_of
 from ds_slide.plan.placement import USABLE_SHARE, place_on_host
 from ds_slide.report.log import size
 
@@ -165,7 +165,7 @@ class Plan:
     def rounded_masters(self) -> int:
         """Elements of weights that are masters and are rounded stochastically."""
         rounded = self.units if self.needs.rounds_masters else ()
-        of = [unit.layout for unit in rounded if unit.codec.compresses and unit.low_bytes]
+        of = [unit.layout for unit in rounded if unit.weight_bytes != 4 and masters_of(unit, self.needs)]
         return sum(entry.numel for layout in of for entry in layout.entries)
 
     @property
@@ -313,7 +313,7 @@ def _first_within(left: int, units: Sequence[UnitSize], needs: Needs) -> list[in
     candidates = [
         index
         for index, unit in enumerate(units)
-        if needs.trains and not unit.passing_numel and not unit.codec.compresses
+        if needs.trains and not unit.passing_numel and not masters_of(unit, needs)
     ]
     for index in sorted(candidates, key=lambda index: (not units[index].stays, index)):
         cost = gpu_cost(units[index], needs)
@@ -367,11 +367,11 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             source = f"free host memory, in which this accelerator computes ({budgets.host_source}),"
         others = _beside(budgets.taken.gpu) if gpu_limit != budgets.gpu_free else ""
         entries = [each for each in plan.allocations if each.tier == "gpu"]
-        compressed = [unit for unit in plan.units if unit.codec.compresses]
+        compressed = [masters for unit in plan.units if (masters := masters_of(unit, needs))]
         stay = ", or remove ds_slide.compression, whose matrices stay there" if compressed else ""
         if not any(unit.kind == "block" for unit in plan.units):
             stay = f", name layers that can be streamed in ds_slide.blocks (none were found){stay}"
-        if saved := 0 if needs.rounds_masters else sum(unit.low_bytes for unit in compressed):
+        if saved := sum(masters.get("remainder", 0) for masters in compressed):
             stay = f', set ds_slide.compression.master_dtype to "bf16" ({size(saved)} less){stay}'
         raise DoesNotFit(
             "gpu",

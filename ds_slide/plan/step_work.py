@@ -137,7 +137,7 @@ def update_bytes(unit: UnitSize) -> int:
     """Return the bytes that an update reads and writes: its gradient; weights and states, there and back."""
     if not unit.codec.numel:
         return 0
-    weight = unit.written_bytes if unit.codec.compresses else unit.layout.trainable_numel * unit.weight_bytes
+    weight = unit.codec.numel * unit.codec.written_itemsize(unit.weight_bytes)
     return unit.codec.nbytes + 2 * (weight + unit.state_bytes)
 
 

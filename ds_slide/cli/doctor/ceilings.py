@@ -26,6 +26,7 @@ from ds_slide.cli.doctor.process import measure_process
 from ds_slide.errors import SlideError
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.optim.rule import Elements
 from ds_slide.plan.ceilings import ATTENTION_WIDTH, Ceilings, CpuCeilings, DiskCeilings, GpuCeilings, checked
 from ds_slide.report.tested import installed_version
 from ds_slide.runtime.updates.threads import update_cores
@@ -290,25 +291,24 @@ def _cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_product
     )
 
 
-def _updated() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Return weight, remainder, moments and gradient of a unit in host memory, with all pages touched."""
+def _updated() -> Elements:
+    """Return a unit in host memory, with all pages touched."""
     weight, gradient = (torch.ones(_UPDATED, dtype=torch.bfloat16) for _ in range(2))
     remainder = torch.zeros(_UPDATED, dtype=torch.int16)
-    return weight, remainder, [torch.full((_UPDATED,), 0.1) for _ in range(2)], gradient
+    return Elements(weight, remainder, [torch.full((_UPDATED,), 0.1) for _ in range(2)], gradient)
 
 
 def _update_rate(threads: int, cores: Sequence[int]) -> float:
     """Measure the GB/s of AdamW in fp32."""
     updater = CpuUpdater(threads, cores)
-    one = _updated()
-    most = psutil.virtual_memory().available // 4 // sum(each.nbytes for each in (*one[:2], *one[2], one[3]))
-    units = itertools.cycle([one, *(_updated() for _ in range(min(_MOST_UNITS, most) - 1))])
+    most = psutil.virtual_memory().available // 4 // (14 * _UPDATED)
+    units = itertools.cycle([_updated() for _ in range(max(1, min(_MOST_UNITS, most)))])
     hyper = AdamWHyper(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10)
 
     rounds = _Rounds(torch.device("cpu"))
     try:
         for _ in rounds:
-            updater.update_(*next(units), hyper, grad_scale=0.5)
+            updater.update_(next(units), hyper, grad_scale=0.5)
     finally:
         updater.end_threads()
     return UPDATE_BYTES * _UPDATED / rounds.seconds / 1e9

@@ -111,8 +111,8 @@ class Planner:
             moved = case.inputs.within(spare.inputs_missing(placed), moved)
         spare = replace(spare, needed=spare.needed - moved.moved_bytes)
         # The engine's own functions decide, and the decision is forecast.
-        steps, passes = Steps(case, plain, moved), 2 * case.planned.micro_batches
-        found = decide(Question(placed, spare, keepable, steps, slide.gpu_states == "auto", passes))
+        steps, forwards = Steps(case, plain, moved), case.planned.micro_batches
+        found = decide(Question(placed, spare, keepable, steps, slide.gpu_states == "auto", forwards))
         activations = replace(
             moved,
             checkpointed=frozenset(each.order for each in keepable),

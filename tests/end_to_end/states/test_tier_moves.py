@@ -36,11 +36,11 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.plan.movable import movable_states
+from ds_slide.plan.movable import movable_states, why_fixed
 from ds_slide.runtime.core.allocator import Allocator
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory import tier_moves
-from ds_slide.runtime.memory.tier_moves import move, why_fixed
+from ds_slide.runtime.memory.tier_moves import move
 from ds_slide.runtime.ssd.ssd import moved_bytes
 from ds_slide.store.ssd.store import SsdStore
 
@@ -491,7 +491,7 @@ def test_what_cannot_move_is_refused(slide: dict[str, Any], name: str, why: str)
     with engine_for(llama(), config(slide)) as engine:
         runtime = engine.optimizer.runtime
         unit = next(unit for unit in runtime.units if any(name in entry.name for entry in unit.layout.entries))
-        assert why in (why_fixed(runtime, unit) or "")
+        assert why in (why_fixed(runtime.parts.plan, unit.order) or "")
         with pytest.raises(SlideError, match=f"the states of {unit.name} cannot move .*{why}"):
             move(runtime, runtime.parts.plan.placement.on_gpu ^ {unit.order})
         assert runtime.parts.memory_report["promoted_units"] == 0
