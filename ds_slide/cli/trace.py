@@ -117,7 +117,6 @@ def _chosen(steps: Sequence[RecordedStep], number: int | None) -> RecordedStep:
 # ----------------------------------------------------------------------------------------------------------------------
 # A recorded step as a picture: a row for each lane, a colour for each block, and in the gaps the cause of each wait.
 
-WIDTH = 14.0
 OTHER, WAITING = "#9aa0a6", "#f7dcdc"
 PHASES = {"forward": "#3b6fb6", "backward": "#e08a2e"}
 SHOWN_SHARE = 0.01
@@ -132,7 +131,7 @@ def trace_picture(steps: Sequence[RecordedStep]) -> Figure:
     legend = [(colour, f"{what} (upper edge)") for what, colour in PHASES.items()]
     legend += [(OTHER, "outside of the blocks"), (WAITING, "waits for what it says")]
     caption = ["A block has one colour in all rows. Where a row has no colour there was nothing to do."]
-    return steps_side_by_side([_panel(step, step.begin_unix_s - origin) for step in steps], legend, caption, WIDTH)
+    return steps_side_by_side([_panel(step, step.begin_unix_s - origin) for step in steps], legend, caption, width=14.0)
 
 
 def _panel(step: RecordedStep, offset: float) -> Panel:

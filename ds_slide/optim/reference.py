@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from ds_slide.optim.low_precision import GROUP, to_fp32
+from ds_slide.optim.low_precision import CHUNK, GROUP, to_fp32
 from ds_slide.optim.rounding import check_first, flush, mul, random_bits, round_8bit, round_bf16
 from ds_slide.optim.rule import Elements, Hyper
-
-_CHUNK = 1 << 22
 
 
 def encode_split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,8 +46,8 @@ def reference_update_(elements: Elements, hyper: Hyper, grad_scale: float = 1.0)
     flat = [weight.view(-1), grad.view(-1), *(state.view(-1) for state in states)]
     low = None if remainder is None else remainder.view(-1)
     # The step goes in chunks: the fp64 temporaries of a whole vocabulary matrix would be tens of gigabytes.
-    for start in range(0, weight.numel(), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for start in range(0, weight.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
         w, g, *stored = (state_buffer[part] for state_buffer in flat)
         rest = None if low is None else low[part]
         groups = slice(start // GROUP, -(-(start + w.numel()) // GROUP))

@@ -27,7 +27,6 @@ SSD = "ssd"
 """The lane of the disk; reads and writes share the disk, so they are one lane."""
 SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked_s")
 """Totals of the store since its start; the last two only with checksums."""
-SECONDS_A_DAY = 86_400
 
 
 class Streams(Protocol):
@@ -192,7 +191,7 @@ class StepRecorder:
         self._ssd_before = now
         step = {**now, **{key: now[key] - before[key] for key in SSD_TOTALS if key in now}}
         step["written_total_bytes"] = now["written_bytes"]
-        step["written_tb_per_day"] = step["written_bytes"] / wall * SECONDS_A_DAY / 1e12 if wall > 0 else 0.0
+        step["written_tb_per_day"] = step["written_bytes"] / wall * 86_400 / 1e12 if wall > 0 else 0.0
         return step
 
     def end_step(self, step: int) -> StepStatistics | None:

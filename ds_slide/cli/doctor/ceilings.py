@@ -154,30 +154,41 @@ SHAPES = (
     (8192, 18944, 3584),
 )
 """Matrix products, rows x columns x inner: a square, and products in blocks of models of 0.5, 3 and 7 G parameters."""
-_ATTENTION = ((8, 2048), (1, 32768))
-_HEADS = 16
-"""Attention is measured with these sequences and tokens, and with this number of heads of `ATTENTION_WIDTH`, which
-blocks of models of 3 G parameters have."""
-_COPY_BYTES = 512 << 20
 _CPU_SHAPE = (512, 512, 512)
-_UPDATED, _MOST_UNITS = 32 << 20, 8
-"""Elements of a unit, 0.5 GB, and the number of units that are updated in turn, like in an engine. One unit alone
-nearly fits a cache of 480 MB, which some hosts have. Such a host did 226 GB/s with one unit and 145 under an engine,
-where others did 140 and 120 to 130 (benchmarks/results/2026-11-25_nvidia-h100_held-out.md)."""
-_ROUNDS = 5
-_WARM_S = 0.3
-"""Seconds of products on a GPU before the products that count: soon its power limits it to the rate that it can hold
-(backwards of blocks of 11.9 ms each took 12.8 from the fourth on,
-benchmarks/results/2026-11-23_nvidia-h200_timeline-slide.json)."""
-_PRODUCTS_S = 0.5
-"""Least seconds of the products that count: under that limit 20 ms of them do 569 to 764 TFLOP/s on an H100
-(benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
+
+
+@dataclass(frozen=True)
+class _Amounts:
+    """How much is measured, and for how long."""
+
+    attention: tuple[tuple[int, int], ...] = ((8, 2048), (1, 32768))
+    """Sequences and tokens of each."""
+    heads: int = 16
+    """Heads of `ATTENTION_WIDTH` elements, which blocks of models of 3 G parameters have."""
+    copied_bytes: int = 512 << 20
+    updated: int = 32 << 20
+    """Elements of a unit, 0.5 GB."""
+    units: int = 8
+    """Units that are updated in turn, like in an engine. One unit alone nearly fits a cache of 480 MB, which some hosts
+    have. Such a host did 226 GB/s with one unit and 145 under an engine, where others did 140 and 120 to 130
+    (benchmarks/results/2026-11-25_nvidia-h100_held-out.md)."""
+    rounds: int = 5
+    warm_s: float = 0.3
+    """Seconds of products on a GPU before the products that count: soon its power limits it to the rate that it can
+    hold (backwards of blocks of 11.9 ms each took 12.8 from the fourth on,
+    benchmarks/results/2026-11-23_nvidia-h200_timeline-slide.json)."""
+    products_s: float = 0.5
+    """Least seconds of the products that count: under that limit 20 ms of them do 569 to 764 TFLOP/s on an H100
+    (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
+
+
+AMOUNTS = _Amounts()
 
 
 @dataclass
 class _Rounds:
     """Rounds of a measurement. A `for` loop over them does the work, and each body of it is timed until `device` has
-    done the work. There are `_ROUNDS` rounds after one that warms up, or as many as fill `least_s`."""
+    done the work. There are `AMOUNTS.rounds` of them after one that warms up, or as many as fill `least_s`."""
 
     device: torch.device
     least_s: float | None = None
@@ -185,7 +196,7 @@ class _Rounds:
 
     def __iter__(self) -> Iterator[None]:
         self._synchronize()
-        while len(self.times) <= _ROUNDS if self.least_s is None else sum(self.times) < self.least_s:
+        while len(self.times) <= AMOUNTS.rounds if self.least_s is None else sum(self.times) < self.least_s:
             begin = time.perf_counter()
             yield
             self._synchronize()
@@ -204,14 +215,14 @@ class _Rounds:
 def _gpu_ceilings(device: torch.device) -> GpuCeilings:
     """Measure the ceilings of a CUDA device. Takes 2 GiB there and 1 GiB of page-locked memory."""
     # Random contents: zeros run measurably faster through the matrix units.
-    host_out = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8).pin_memory()
-    host_in = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    device_in = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    device_out = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device=device)
+    host_out = torch.randint(256, (AMOUNTS.copied_bytes,), dtype=torch.uint8).pin_memory()
+    host_in = torch.empty(AMOUNTS.copied_bytes, dtype=torch.uint8, pin_memory=True)
+    device_in = torch.empty(AMOUNTS.copied_bytes, dtype=torch.uint8, device=device)
+    device_out = torch.randint(256, (AMOUNTS.copied_bytes,), dtype=torch.uint8, device=device)
     h2d = (torch.cuda.Stream(device), device_in, host_out)
     d2h = (torch.cuda.Stream(device), host_in, device_out)
     attention = {
-        str(tokens): rates for count, tokens in _ATTENTION if (rates := _attention_rates(count, tokens, device))
+        str(tokens): rates for count, tokens in AMOUNTS.attention if (rates := _attention_rates(count, tokens, device))
     }
     return GpuCeilings(
         name=torch.cuda.get_device_name(device),
@@ -233,7 +244,7 @@ def _copy_rate(*copies: tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]) ->
         for stream, target, source in copies:
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
-    return _COPY_BYTES / rounds.seconds / 1e9
+    return AMOUNTS.copied_bytes / rounds.seconds / 1e9
 
 
 def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
@@ -245,7 +256,7 @@ def _product_rate(shape: tuple[int, int, int], device: torch.device) -> float:
     right = torch.randn(columns, inner, device=device, dtype=torch.bfloat16).t()
     product = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
     times = 10
-    warm_up_and_count = [_Rounds(device, _WARM_S), _Rounds(device, _PRODUCTS_S)]
+    warm_up_and_count = [_Rounds(device, AMOUNTS.warm_s), _Rounds(device, AMOUNTS.products_s)]
     for rounds in warm_up_and_count if device.type == "cuda" else [_Rounds(device)]:
         for _ in rounds:
             for _ in range(times):
@@ -263,7 +274,7 @@ def _attention_rates(count: int, tokens: int, device: torch.device) -> tuple[flo
 
 
 def _timed_attention(count: int, tokens: int, device: torch.device) -> tuple[float, float]:
-    shape = (count, _HEADS, tokens, ATTENTION_WIDTH)
+    shape = (count, AMOUNTS.heads, tokens, ATTENTION_WIDTH)
     query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
     forward, backward = _Rounds(device), _Rounds(device)
@@ -273,7 +284,7 @@ def _timed_attention(count: int, tokens: int, device: torch.device) -> tuple[flo
     gradient = torch.randn_like(made)
     for _ in backward:
         torch.autograd.grad(made, (query, key, value), gradient, retain_graph=True)
-    product = count * _HEADS * tokens**2 * ATTENTION_WIDTH  # half of a matrix, two operations each
+    product = count * AMOUNTS.heads * tokens**2 * ATTENTION_WIDTH  # half of a matrix, two operations each
     return 2 * product / forward.seconds / 1e12, 5 * product / backward.seconds / 1e12
 
 
@@ -293,16 +304,16 @@ def _cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_product
 
 def _updated() -> Elements:
     """Return a unit in host memory, with all pages touched."""
-    weight, gradient = (torch.ones(_UPDATED, dtype=torch.bfloat16) for _ in range(2))
-    remainder = torch.zeros(_UPDATED, dtype=torch.int16)
-    return Elements(weight, remainder, [torch.full((_UPDATED,), 0.1) for _ in range(2)], gradient)
+    weight, gradient = (torch.ones(AMOUNTS.updated, dtype=torch.bfloat16) for _ in range(2))
+    remainder = torch.zeros(AMOUNTS.updated, dtype=torch.int16)
+    return Elements(weight, remainder, [torch.full((AMOUNTS.updated,), 0.1) for _ in range(2)], gradient)
 
 
 def _update_rate(threads: int, cores: Sequence[int]) -> float:
     """Measure the GB/s of AdamW in fp32."""
     updater = CpuUpdater(threads, cores)
-    most = psutil.virtual_memory().available // 4 // (14 * _UPDATED)
-    units = itertools.cycle([_updated() for _ in range(max(1, min(_MOST_UNITS, most)))])
+    most = psutil.virtual_memory().available // 4 // (14 * AMOUNTS.updated)
+    units = itertools.cycle([_updated() for _ in range(max(1, min(AMOUNTS.units, most)))])
     hyper = AdamWHyper(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10)
 
     rounds = _Rounds(torch.device("cpu"))
@@ -311,12 +322,12 @@ def _update_rate(threads: int, cores: Sequence[int]) -> float:
             updater.update_(next(units), hyper, grad_scale=0.5)
     finally:
         updater.end_threads()
-    return UPDATE_BYTES * _UPDATED / rounds.seconds / 1e9
+    return UPDATE_BYTES * AMOUNTS.updated / rounds.seconds / 1e9
 
 
 def _host_copy_rate() -> float:
     """Measure the GB/s that a copy on torch's threads reads and writes."""
-    source = torch.ones(_COPY_BYTES // 4, dtype=torch.uint8)
+    source = torch.ones(AMOUNTS.copied_bytes // 4, dtype=torch.uint8)
     target = torch.empty_like(source)
     rounds = _Rounds(torch.device("cpu"))
     for _ in rounds:

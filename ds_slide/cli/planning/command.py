@@ -27,8 +27,6 @@ from ds_slide.plan.ceilings import Ceilings, read_ceilings
 from ds_slide.plan.forecast import Room
 from ds_slide.report import drawing
 
-LEAST_SIZE = 1 << 20
-"""Bytes of memory; a smaller number has lost its unit."""
 ELSEWHERE = "h200-16-cores"
 """The ceilings for a GPU that this machine does not have, where no option names others."""
 
@@ -115,7 +113,7 @@ def _size(arguments: argparse.Namespace, name: str) -> int | None:
     if text is None:
         return None
     nbytes = parse_bytes(text, option)
-    if nbytes < LEAST_SIZE:
+    if nbytes < 1 << 20:  # a smaller number has lost its unit
         raise SlideConfigError(f'{option} is {text}, which is {nbytes} bytes; give it with a unit, such as "24GiB"')
     return nbytes
 

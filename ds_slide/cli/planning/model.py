@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_slide.errors import SlideConfigError
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "models"
+PRESETS = Path(__file__).resolve().parents[2].joinpath("configs", "models")
 
 
 def preset_names() -> list[str]:

@@ -14,7 +14,7 @@ from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.movable import movable_states, window_slots
 from ds_slide.plan.sharing import MEMORY_RATE, Offer, for_states, share_out
-from ds_slide.plan.spare import MARGIN_SHARE, inputs_missing, spare_bytes
+from ds_slide.plan.spare import GPU_SHARES, inputs_missing, spare_bytes
 from ds_slide.plan.step_model import Step
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
@@ -45,14 +45,14 @@ class Spare:
         """Return the bytes that a batch leaves, of the GPU and of the limit."""
         rooms: list[float] = []
         if self.room.gpu is not None and self.room.gpu_for_plan is not None:
-            rooms.append(spare_bytes(self._free(plan), self.needed, MARGIN_SHARE * self.room.gpu))
+            rooms.append(spare_bytes(self._free(plan), self.needed, GPU_SHARES.margin * self.room.gpu))
         if self.limit is not None:
             rooms.append(self.limit - plan.gpu_bytes)
         return min(rooms)
 
     def inputs_missing(self, plan: Plan) -> float:
         """Return the bytes of inputs that have to leave the GPU for the batch."""
-        return inputs_missing(self._free(plan), self.needed, MARGIN_SHARE * (self.room.gpu or 0))
+        return inputs_missing(self._free(plan), self.needed, GPU_SHARES.margin * (self.room.gpu or 0))
 
     def _free(self, plan: Plan) -> int:
         return (self.room.gpu_for_plan or 0) - WORKSPACE_BYTES - plan.gpu_bytes

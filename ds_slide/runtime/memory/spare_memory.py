@@ -22,12 +22,8 @@ import torch
 
 from ds_slide.plan.sharing import MEMORY_RATE, Offer, for_states, share_out
 from ds_slide.plan.spare import (
-    MARGIN_SHARE,
-    MOST_MARGIN_SHARE,
+    GPU_SHARES,
     NO_SLOTS,
-    ROOMY,
-    ROOMY_FOR_OTHERS,
-    ROOMY_FOR_TOKENS,
     Handling,
     Movable,
     Shape,
@@ -230,7 +226,7 @@ class SpareMemory:
         """Let operators that find no memory run again, in this forward and its backward, where little is left and no
         steps have shown yet that it is enough."""
         kept = self.activations.kept_bytes
-        is_tight = room - kept < ROOMY * (self._usable or self._budget.limit or 0)
+        is_tight = room - kept < GPU_SHARES.roomy * (self._usable or self._budget.limit or 0)
         if is_tight and self._need.is_known and not self._proof.covers(self._allocated() + self._need.at(shape) + kept):
             self.activations.watch()
             self._retrying.enter()
@@ -245,7 +241,7 @@ class SpareMemory:
         token that is generated takes next to nothing, and waits for the host."""
         free = self._usable - self._allocated() - self._need.at(shape, with_gradient=False)
         of_a_token = shape is not None and shape.length == 1
-        return free < (ROOMY_FOR_TOKENS if of_a_token else ROOMY_FOR_OTHERS) * self._usable
+        return free < (GPU_SHARES.roomy_for_tokens if of_a_token else GPU_SHARES.roomy_for_others) * self._usable
 
     def make_room(self) -> bool:
         """Give up kept activations, and then the places of states, for an operator that has found no memory. -> whether
@@ -452,7 +448,10 @@ class SpareMemory:
         self._latest_look = self._steps
         if self._budget.gpu is not None:
             self._usable, total = _usable(self._budget.gpu)
-            self._margin, self._most_margin = max(self._margin, total * MARGIN_SHARE), total * MOST_MARGIN_SHARE
+            self._margin, self._most_margin = (
+                max(self._margin, total * GPU_SHARES.margin),
+                total * GPU_SHARES.most_margin,
+            )
         own = self._record(forwards)
         given = [own] if self.states is None else self._ranks.exchange(own, "sharing out spare GPU memory")
         records = [each for each in given if each is not None]
