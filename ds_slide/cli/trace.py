@@ -119,8 +119,6 @@ def _chosen(steps: Sequence[RecordedStep], number: int | None) -> RecordedStep:
 
 OTHER, WAITING = "#9aa0a6", "#f7dcdc"
 PHASES = {"forward": "#3b6fb6", "backward": "#e08a2e"}
-SHOWN_SHARE = 0.01
-"""Part of the step: threads of the script that have waited for less have no row."""
 _SHORT = {"h2d of outer modules": "h2d, outer", "inputs of blocks": "inputs"}
 _DISK_ROWS = {REQUESTS: ("ssd read", "ssd written")}
 
@@ -140,7 +138,8 @@ def _panel(step: RecordedStep, offset: float) -> Panel:
     waited: dict[str, float] = defaultdict(float)
     for bar in bars:
         waited[bar.row] += bar.end - bar.begin
-    rows += sorted(row for row in waited if row not in rows and waited[row] >= SHOWN_SHARE * step.seconds)
+    # Threads of the script that have waited for less than a hundredth of the step have no row.
+    rows += sorted(row for row in waited if row not in rows and waited[row] >= 0.01 * step.seconds)
     title = f"rank {step.rank}, step {step.number}: {duration(step.seconds)}, "
     title += f"{step.bound_lane} busy for {duration(step.bound_s)}"
     return Panel(title, {row: _SHORT.get(row, row) for row in rows}, bars, offset + step.seconds)

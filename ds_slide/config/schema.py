@@ -4,6 +4,7 @@ A wrong value is reported by its JSON path and what was expected there; an unkno
 """
 
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,8 +23,9 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from ds_slide.config.old_names import refuse_moved, under_new_names
-from ds_slide.config.values import SIZE_HELP, check_directory_text, parse_bytes, shown, shown_key
+from ds_slide.config.values import SIZE_HELP, check_directory_text, expanded_directory, parse_bytes, shown, shown_key
 from ds_slide.errors import SlideConfigError
+from ds_slide.report.trace import TraceRequest
 
 CONFIG_KEY = "ds_slide"
 """Top-level key of the DeepSpeed JSON; stock DeepSpeed ignores it."""
@@ -159,6 +161,24 @@ class TraceConfig(_Block):
 
     They are counted as in `slide_stats()["step"]`. The very first step has no beginning, so 2 is the earliest.
     """
+
+    def request(self) -> TraceRequest | None:
+        """Return what to record; None without a path. The file is written much later, so it is checked at the start.
+        Raises SlideConfigError where it could not be written."""
+        if self.path is None:
+            return None
+        name = f"{CONFIG_KEY}.trace.path"
+        path = expanded_directory(self.path, name)
+        if path.is_dir():
+            raise SlideConfigError(
+                f'{name} is {shown(self.path)}, which is a directory; name a file in it ("step.json")'
+            )
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise SlideConfigError(
+                f"{name} is {shown(self.path)}, but no file can be written in {shown(str(path.parent))}; "
+                "make that directory, or name another one"
+            )
+        return TraceRequest(path, *self.steps)
 
 
 class CompressionConfig(_Block):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ds_slide.errors import SlideConfigError
 from ds_slide.integration import parameters as protocol
 from ds_slide.integration.refused import REMOVE
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.model.structure import Precision, PrecisionOf, UnitSpec, find_structure, parameter_numel, parameter_shape
+from ds_slide.model.structure import Precision, Precisions, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.patching.apply import Replaced, apply_kernels
 from ds_slide.patching.head import stream_head
@@ -50,19 +51,19 @@ def assemble(
     group_of: dict[nn.Parameter, int],
     settings: RuntimeSettings,
     process_group: Any,
-    precision_of: PrecisionOf = Precision.declared,
+    precisions: Precisions = MappingProxyType({}),
 ) -> tuple[SlideRuntime, Replaced]:
     """Build the runtime for `module`, whose parameters have ZeRO-3's attributes already, and put kernels into the
     module. The caller undoes the kernels when it closes the runtime.
 
-    `group_of`: optimizer group of every trainable parameter. `precision_of`: the precision of a parameter. Collective
-    over the ranks.
+    `group_of`: optimizer group of every trainable parameter. `precisions`: of parameters that do not
+    keep their own data type. Collective over the ranks.
     """
     config = settings.slide
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device)
     # The model is divided into units, and the ranks agree on the memory that each of them has.
-    unit_plans, head = divided(module, group_of, settings, ranks.world_size, precision_of)
+    unit_plans, head = divided(module, group_of, settings, ranks.world_size, precisions)
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
     budgets = _agreed(_budgets(module, config, device), ranks)
     if config.compression is not None and settings.trains:
@@ -127,18 +128,15 @@ def divided(
     group_of: Mapping[nn.Parameter, int],
     settings: RuntimeSettings,
     world_size: int,
-    precision_of: PrecisionOf = Precision.declared,
+    precisions: Precisions = MappingProxyType({}),
 ) -> tuple[list[UnitPlan], StreamedHead | None]:
     """Return the units of `module` in the order of their use in a forward, and the head whose rows are streamed."""
     config = settings.slide
-    head = find_streamed_head(module, world_size, settings, precision_of) if config.stream_head else None
+    head = find_streamed_head(module, world_size, settings, precisions) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     apart = () if head is None else (head.path,)
-
-    def is_compressed(parameter: nn.Parameter) -> bool:
-        return parameter in group_of and settings.compresses(parameter)
-
-    structure = find_structure(module, config.blocks, apart, leaves, precision_of, is_compressed)
+    compressed = [parameter for parameter in group_of if settings.compresses(parameter)]
+    structure = find_structure(module, config.blocks, apart, leaves, precisions, compressed)
     if head is not None:
         check_is_outer(head, structure)
     if config.compression is not None and settings.trains:
@@ -299,7 +297,7 @@ def autocast_is_enabled(ds_config: Mapping[str, Any]) -> bool:
 
 def precision_under_autocast(
     module: nn.Module, ds_config: Mapping[str, Any], trainable: Collection[nn.Parameter]
-) -> PrecisionOf:
+) -> Precisions:
     """Return the precision of the parameters of `module`, which DeepSpeed has marked with the data type of their
     collectives. `trainable`: the parameters that an optimizer updates."""
     names = ds_config["torch_autocast"].get("lower_precision_safe_modules")
@@ -309,15 +307,15 @@ def precision_under_autocast(
         for parameter in _own_parameters(child):
             owners[parameter].add(type(child))
 
-    def precision_of(parameter: nn.Parameter) -> Precision:
-        dtype = parameter.dtype
-        if parameter not in trainable or not has_comm_dtype(parameter):
-            return Precision(dtype, dtype, dtype)
-        reduced: torch.dtype = get_comm_dtype(parameter)
-        narrows = dtype == torch.float32 and reduced == torch.bfloat16 and owners[parameter] <= safe
-        return Precision(dtype, reduced if narrows else dtype, reduced)
-
-    return precision_of
+    found: dict[nn.Parameter, Precision] = {}
+    for parameter in module.parameters():
+        if parameter in trainable and has_comm_dtype(parameter):
+            dtype, reduced = parameter.dtype, get_comm_dtype(parameter)
+            narrows = dtype == torch.float32 and reduced == torch.bfloat16 and owners[parameter] <= safe
+            found[parameter] = Precision(dtype, reduced if narrows else dtype, reduced)
+        else:
+            found[parameter] = Precision(parameter.dtype, parameter.dtype, parameter.dtype)
+    return found
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

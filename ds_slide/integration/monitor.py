@@ -19,7 +19,6 @@ from typing import Any
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 
-import ds_slide
 from ds_slide.errors import SlideAttributeError
 from ds_slide.report.log import log, no_blocks_line, size, start_line
 
@@ -57,7 +56,6 @@ def log_start(engine: Any) -> None:
     parts, kernels = engine.optimizer.runtime.parts, engine.optimizer.kernels.counts
     log.info(
         start_line(
-            ds_slide.__version__,
             parts.memory_report,
             ranks=parts.context.ranks.world_size,
             deferred=parts.deferred if parts.context.trains else None,

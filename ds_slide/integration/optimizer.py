@@ -46,7 +46,7 @@ from ds_slide.integration.newcomers import Newcomers, OptimizerGroups
 from ds_slide.integration.ownership import part_in_backward
 from ds_slide.integration.parameter_offload import Coordinator, ParameterOffload
 from ds_slide.integration.update_rules import rule_of
-from ds_slide.model.structure import Precision, PrecisionOf
+from ds_slide.model.structure import Precisions
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.core.clients import AS_THEY_ARE
 from ds_slide.runtime.gradients.norm_watch import NormWatch
@@ -100,10 +100,10 @@ class SlideZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):
             for parameters, group_id in zip(self.fp16_groups, self._group_ids, strict=True)
             for parameter in parameters
         }
-        precision_of: PrecisionOf = Precision.declared
+        precisions: Precisions = {}
         if autocast_is_enabled(ds_config):
-            precision_of = precision_under_autocast(module, ds_config, group_of)
-        self.runtime, self.kernels = assemble(module, group_of, settings, self.dp_process_group, precision_of)
+            precisions = precision_under_autocast(module, ds_config, group_of)
+        self.runtime, self.kernels = assemble(module, group_of, settings, self.dp_process_group, precisions)
         try:
             self._take_over(module)
         except BaseException:

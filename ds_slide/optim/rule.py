@@ -19,8 +19,6 @@ import torch
 
 from ds_slide.errors import SlideConfigError
 
-_FP32_MIN_NORMAL = 2.0**-126
-
 Part = Literal["whole", "weights", "states", "with_log", "back", "rest", "out_of_place"]
 """The part of a CPU step that one call does. "whole": all of it. "weights": the new weights. "states": later the new
 states, from the same gradient and the old states. "with_log": the part that a log has room for. "back": undo it by the
@@ -132,7 +130,7 @@ class UpdateRule:
 def fp32(value: float) -> float:
     """Return ``value`` rounded to fp32. A subnormal becomes zero with its sign."""
     rounded = ctypes.c_float(value).value
-    return math.copysign(0.0, rounded) if abs(rounded) < _FP32_MIN_NORMAL else rounded
+    return math.copysign(0.0, rounded) if abs(rounded) < 2.0**-126 else rounded
 
 
 def require_ranges(expected: str, *numbers: tuple[str, Any, bool]) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ds_slide.config.trace_file import trace_request
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.allocations import (
     BLOCK_RING,
@@ -171,7 +170,7 @@ def _make_units(context: Context, unit_plans: Sequence[UnitPlan], ssd: SsdStates
 def _trace(unit_plans: Sequence[UnitPlan], settings: RuntimeSettings, ranks: Ranks, device: Device) -> Trace | None:
     """Return the trace of the steps that the settings choose, with a file for every rank. Without an optimizer there
     are no steps, and the file belongs to the engine that trains with the same JSON."""
-    request = trace_request(settings.slide.trace) if settings.trains else None
+    request = settings.slide.trace.request() if settings.trains else None
     if request is None:
         return None
     names = [unit_plan.spec.name for unit_plan in unit_plans]
@@ -206,7 +205,7 @@ def _wire(module: nn.Module, context: Context, units: list[Unit], ssd: SsdStates
     shared, allocator, lanes = context.shared, context.allocator, context.lanes
     if ssd is not None:
         provide_buffers(context, ssd)
-        context.recorder.watch_ssd(ssd.statistics)
+        context.recorder.watch_ssd(ssd)
     # Weights are uploaded into slots of the window, or into buffers that stay on the GPU.
     uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]

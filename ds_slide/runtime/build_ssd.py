@@ -82,7 +82,7 @@ def space_for_inputs(context: Context) -> SpaceOnSsd | None:
 
     def open_store(name: str, nbytes: int, table: torch.Tensor | None) -> SsdStore:
         store = _open_store(context, ssd, name, nbytes, table, lambda _: INPUT)
-        context.recorder.watch_ssd(store.statistics)
+        context.recorder.watch_ssd(store)
         return store
 
     def make_table(nbytes: int) -> torch.Tensor | None:

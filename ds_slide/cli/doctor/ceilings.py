@@ -33,9 +33,6 @@ from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.store.directories.run_files import RunFiles
 from ds_slide.store.ssd.bandwidth import bandwidths
 
-_MEASURED_AS = 2
-"""A change of what is measured, or of how, takes another number: older figures are then not used."""
-
 
 def folder() -> Path:
     """Return the folder of the kept measurements."""
@@ -55,7 +52,8 @@ def gpu_computes() -> bool:
 def machine_key() -> dict[str, Any]:
     """Return what a measurement depends on, without the disks."""
     return {
-        "measured_as": _MEASURED_AS,
+        # A change of what is measured, or of how, takes another number: older figures are then not used.
+        "measured_as": 2,
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": psutil.virtual_memory().total,

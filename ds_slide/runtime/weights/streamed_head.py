@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ds_slide.errors import SlideConfigError
-from ds_slide.model.structure import ModelStructure, PrecisionOf
+from ds_slide.model.structure import ModelStructure, Precision, Precisions
 from ds_slide.runtime.core.settings import RuntimeSettings
 
 ASKED = "ds_slide.stream_head is true"
@@ -24,7 +24,7 @@ class StreamedHead:
 
 
 def find_streamed_head(
-    model: nn.Module, world_size: int, settings: RuntimeSettings, precision_of: PrecisionOf
+    model: nn.Module, world_size: int, settings: RuntimeSettings, precisions: Precisions
 ) -> StreamedHead:
     """Return the head of `model`, a plain linear layer with a weight of its own. Raises SlideConfigError for any other
     head."""
@@ -63,7 +63,7 @@ def find_streamed_head(
         )
     # Its gradient is copied down as it is made, so it must be in the data type of reduced gradients.
     (weight,) = head.parameters(recurse=False)
-    precision = precision_of(weight)
+    precision = precisions.get(weight) or Precision.declared(weight)
     gradient_dtype = settings.gradient_of(precision)
     if head.weight.requires_grad and precision.weight != gradient_dtype:
         raise SlideConfigError(
