@@ -36,7 +36,7 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.plan.movable import movable_states, why_fixed
+from ds_slide.plan.movable import promoted_states, why_fixed
 from ds_slide.runtime.core.allocator import Allocator
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory import tier_moves
@@ -240,7 +240,7 @@ def test_every_byte_is_in_the_plan(tier: str, disk: Path) -> None:
             assert memory["slots"] == min(3, 7 - len(orders) - (0 not in orders))
             assert (memory["host_bytes"], memory["pinned_bytes"]) == (start["host_bytes"], start["pinned_bytes"])
             assert memory["gpu_bytes"] == planned
-            costs = sum(each.nbytes for each in movable_states(runtime.parts.plan, orders))
+            costs = sum(each.nbytes for each in promoted_states(runtime.parts.plan))
             assert planned == start["gpu_bytes"] + costs - start["window_bytes"] + memory["window_bytes"]
             assert engine.optimizer.slide_stats()["memory"] == memory
         assert memory == start
