@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ds_slide.cli.doctor.cache import of_this_machine
+from ds_slide.cli.doctor.ceilings import of_this_machine
 
 
 def main() -> None:
@@ -18,7 +18,8 @@ def main() -> None:
     parser.add_argument("--refresh", action="store_true", help="measure again what was measured before")
     parser.add_argument("paths", nargs="*", type=Path, metavar="DIR", help="a directory on a disk")
     options = parser.parse_args()
-    print(of_this_machine(options.paths, refresh=options.refresh).model_dump_json())
+    found, _ = of_this_machine(options.paths, refresh=options.refresh)
+    print(found.model_dump_json())
 
 
 if __name__ == "__main__":

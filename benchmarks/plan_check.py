@@ -27,7 +27,7 @@ from shapes import finetune_models
 from ds_slide.cli.planning.model import ModelShape, read_adapter
 from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.plan.allocations import BLOCK_RING
-from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, read_ceilings
+from ds_slide.plan.ceilings import Ceilings, DiskCeilings, read_ceilings
 from ds_slide.plan.forecast import CONTEXT_BYTES, Forecast, Room
 from ds_slide.runtime.core.settings import LEAST_RING
 

@@ -12,6 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import finetune_models
 
+from ds_slide.cli.planning.model import with_adapter
+
 # 12.06 G parameters: 145 GB of fp32 states, more than most hosts have, with blocks of 317 M that fit a small card.
 finetune_models.PRESETS["llama-12b"] = {
     "model_type": "llama",
@@ -60,12 +62,10 @@ finetune_models.PRESETS["qwen3-30b-a3b-6-blocks"] = {
 
 def with_adapters(model: Any, rank: int) -> Any:
     """LoRA on all linear layers, as a script prepares it for gradient checkpointing."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
-    model.enable_input_require_grads()
-    return model
+    return with_adapter(model, config)
 
 
 def build_on_accelerator(name: str, device: torch.device, seed: int) -> Any:

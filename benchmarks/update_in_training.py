@@ -20,14 +20,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from machine import cpu
 
 from ds_slide.optim.adamw import AdamWHyper
-from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.rule import Part
+from ds_slide.optim.cpu import NOTHING_BESIDE, Beside, CpuUpdater
+from ds_slide.optim.rule import Elements, Part
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.store.host_memory import HostMemory
 from ds_slide.store.undo_log import SLICE, SLICE_BYTES
@@ -54,14 +53,13 @@ class Block:
     low: tuple[torch.Tensor, ...]
     slices: torch.Tensor
 
-    def arguments(self, part: Part) -> dict[str, Any]:
-        """Of `CpuUpdater.update_`, for the way back."""
+    def beside(self, part: Part) -> Beside:
+        """What an update writes for the way back."""
         if part == "with_log":
-            return {"low": self.low, "slices": self.slices}
+            return Beside(low=self.low, slices=self.slices)
         if part == "out_of_place":
-            spare = self.spare
-            return {"new_weight": spare.weight, "new_remainder": spare.remainder, "new_states": spare.states}
-        return {}
+            return Beside(self.spare.weight, self.spare.remainder, self.spare.states)
+        return NOTHING_BESIDE
 
 
 def make_numbers(memory: HostMemory, numel: int) -> Numbers:
@@ -120,16 +118,8 @@ def all_running(copies: list[Copies]) -> Iterator[None]:
 def update(updater: CpuUpdater, block: Block, part: Part) -> Block:
     """-> the block as it is then."""
     own = block.own
-    updater.update_(
-        own.weight,
-        own.remainder,
-        own.states,
-        block.gradient,
-        HYPER,
-        grad_scale=0.5,
-        part=part,
-        **block.arguments(part),
-    )
+    elements = Elements(own.weight, own.remainder, own.states, block.gradient)
+    updater.update_(elements, HYPER, grad_scale=0.5, part=part, beside=block.beside(part))
     return replace(block, own=block.spare, spare=own) if part == "out_of_place" else block
 
 

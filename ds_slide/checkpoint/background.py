@@ -23,9 +23,8 @@ import torch
 
 from ds_slide.checkpoint.state_buffers import pieces
 from ds_slide.errors import SlideError
+from ds_slide.plan.host_room import HostRoom, host_room, local_ranks
 from ds_slide.plan.placement import USABLE_SHARE
-from ds_slide.plan.probe.host_room import HostRoom, host_room
-from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.log import size
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.unit import Unit

@@ -10,7 +10,7 @@ import colorsys
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step, for instance as step.svg")
 
 
-def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Answer with `say`, and return the exit code. Raises SlideError for files that cannot be read or written."""
+def run(arguments: argparse.Namespace, answer: list[str]) -> int:
+    """Append to `answer`, and return the exit code. Raises SlideError for files that cannot be read or written."""
     recorded = [read(path) for name in arguments.files for path in _of_all_ranks(name)]
     steps = [_chosen(of_file, arguments.step) for of_file in recorded]
     if arguments.json:
-        say(json.dumps([figures(step) for step in steps], indent=2))
+        answer.append(json.dumps([figures(step) for step in steps], indent=2))
     else:
-        say("\n\n".join("\n".join(lines(step)) for step in steps))
+        answer.append("\n\n".join("\n".join(lines(step)) for step in steps))
     if arguments.plot is not None:
         drawing.write(trace_picture(steps), arguments.plot)
     return 0
@@ -117,11 +117,8 @@ def _chosen(steps: Sequence[RecordedStep], number: int | None) -> RecordedStep:
 # ----------------------------------------------------------------------------------------------------------------------
 # A recorded step as a picture: a row for each lane, a colour for each block, and in the gaps the cause of each wait.
 
-WIDTH = 14.0
 OTHER, WAITING = "#9aa0a6", "#f7dcdc"
 PHASES = {"forward": "#3b6fb6", "backward": "#e08a2e"}
-SHOWN_SHARE = 0.01
-"""Part of the step: threads of the script that have waited for less have no row."""
 _SHORT = {"h2d of outer modules": "h2d, outer", "inputs of blocks": "inputs"}
 _DISK_ROWS = {REQUESTS: ("ssd read", "ssd written")}
 
@@ -132,7 +129,7 @@ def trace_picture(steps: Sequence[RecordedStep]) -> Figure:
     legend = [(colour, f"{what} (upper edge)") for what, colour in PHASES.items()]
     legend += [(OTHER, "outside of the blocks"), (WAITING, "waits for what it says")]
     caption = ["A block has one colour in all rows. Where a row has no colour there was nothing to do."]
-    return steps_side_by_side([_panel(step, step.begin_unix_s - origin) for step in steps], legend, caption, WIDTH)
+    return steps_side_by_side([_panel(step, step.begin_unix_s - origin) for step in steps], legend, caption, width=14.0)
 
 
 def _panel(step: RecordedStep, offset: float) -> Panel:
@@ -141,7 +138,8 @@ def _panel(step: RecordedStep, offset: float) -> Panel:
     waited: dict[str, float] = defaultdict(float)
     for bar in bars:
         waited[bar.row] += bar.end - bar.begin
-    rows += sorted(row for row in waited if row not in rows and waited[row] >= SHOWN_SHARE * step.seconds)
+    # Threads of the script that have waited for less than a hundredth of the step have no row.
+    rows += sorted(row for row in waited if row not in rows and waited[row] >= 0.01 * step.seconds)
     title = f"rank {step.rank}, step {step.number}: {duration(step.seconds)}, "
     title += f"{step.bound_lane} busy for {duration(step.bound_s)}"
     return Panel(title, {row: _SHORT.get(row, row) for row in rows}, bars, offset + step.seconds)

@@ -6,18 +6,18 @@
     h2d       the result of the step: weights, in their state buffer, or a change of them
     GPU       `apply` it to the weights that modules read
 
-A step of a codec that `compresses` writes no weights. It starts from weights of -0.0 in `CHANGE_DTYPE`. Decay does not
-move them, and their change is exact (-0.0 - x is -x, also for zeros of both signs). The weights are on the GPU with the
-remainders of their masters, and are decayed there.
+A codec with `masters` compresses: a step writes no weights, but their change. It starts from weights of -0.0 in
+`CHANGE_DTYPE`. Decay does not move them, and their change is exact (-0.0 - x is -x, also for zeros of both signs). The
+weights are on the GPU with the remainders of their masters, and are decayed there.
 
 A codec is made from a unit's layout, before the plan, which asks it for its bytes. It belongs to that unit for the run;
-`ds_slide.runtime.core.settings` chooses it. Units that pass through the window are fetched as weights, so a codec that
-compresses is for units that stay on the GPU.
+`ds_slide.runtime.core.settings` chooses it. Units that pass through the window are fetched as weights, so a codec with
+masters is for units that stay on the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,10 +84,19 @@ class GradientCodec(Protocol):
         """Bytes of the encoded gradient that leave the GPU."""
         ...
 
+    def masters(self, weight_bytes: int, *, rounded: bool) -> Mapping[str, int]:
+        """Return the bytes of what the codec keeps on the GPU, by state buffer: the weights that `apply` changes, their
+        remainders unless they are `rounded`, and projectors. Empty where a step writes the weights themselves:
+        `UnitState.writes_change` tells the same for a built unit. `weight_bytes`: bytes of one weight."""
+        ...
+
     @property
-    def compresses(self) -> bool:
-        """Whether a step writes a change of the weights. Asked by the plan: `UnitState.writes_change` tells the same
-        for a built unit. If so, `encode` returns the square sum of the gradient itself, not of `out`."""
+    def written_numel(self) -> int:
+        """Elements of the buffer that a step writes: this rank's weights, frozen ones included, or a change."""
+        ...
+
+    def written_itemsize(self, weight_bytes: int) -> int:
+        """Return the bytes of each of these elements."""
         ...
 
     def written_dtype(self, weight: torch.dtype) -> torch.dtype:
@@ -102,11 +111,6 @@ class GradientCodec(Protocol):
     def update_begin(self, written: torch.Tensor) -> torch.Tensor:
         """Return the weights that a step begins from, of the size of `written`. A step in place begins from `written`
         itself."""
-        ...
-
-    @property
-    def gpu_bytes(self) -> int:
-        """Bytes that the codec keeps on the GPU."""
         ...
 
     @property
@@ -144,7 +148,7 @@ class GradientCodec(Protocol):
         """Write or add the encoded gradient, rounded to `dtype`, to `out` ([>= numel], any dtype). With one rank only.
 
         Returns the square sum of the gradient that `out` then holds, [] fp64, where the same pass gives it. If the
-        codec compresses, it is the square sum of `gradients` alone. None: the caller sums the squares of `out`.
+        codec has masters, it is the square sum of `gradients` alone. None: the caller sums the squares of `out`.
         """
         ...
 
@@ -152,7 +156,7 @@ class GradientCodec(Protocol):
         """Write each rank's part of this rank's gradient to `out` ([world_size * numel] of `dtype`, rank-major). The
         parts are averaged afterwards. With several ranks only.
 
-        Returns the square sum of `gradients`, [] fp64, where the codec compresses.
+        Returns the square sum of `gradients`, [] fp64, where the codec has masters.
         """
         ...
 
@@ -166,8 +170,25 @@ class GradientCodec(Protocol):
     ) -> int:
         """Bring the elements `span` of an update's result to `masters`, on the current stream, and return the bytes
         moved. `written`: the page-locked results by rank. `steps`: the steps of that update. Several ranks call this
-        only if the codec compresses, and all of them then get the same bits from the same bits."""
+        only if the codec has masters, and all of them then get the same bits from the same bits."""
         ...
+
+
+def square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a flat tensor as a 0-d fp64 tensor on its device. inf and nan propagate.
+
+    The clip factor must not depend on the tier of a unit, but the CPU sums in another order than the GPU. In fp64 the
+    two sums agree to 1e-15, far more exactly than the fp32 factor that is computed from them.
+    """
+    if flat.is_cuda:
+        from ds_slide.kernels.offload.square_sum import square_sum as square_sum_on_gpu
+
+        return square_sum_on_gpu(flat)
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for chunk in flat.split(1 << 22):  # 32 MiB of fp64 at a time: the temporary stays small beside one block
+        wide = chunk.double()
+        total += torch.dot(wide, wide)
+    return total
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,9 +211,15 @@ class Identity:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def masters(self, weight_bytes: int, *, rounded: bool) -> Mapping[str, int]:  # noqa: ARG002
+        return {}
+
     @property
-    def compresses(self) -> bool:
-        return False
+    def written_numel(self) -> int:
+        return self.layout.local_numel
+
+    def written_itemsize(self, weight_bytes: int) -> int:
+        return weight_bytes
 
     def written_dtype(self, weight: torch.dtype) -> torch.dtype:
         return weight
@@ -203,10 +230,6 @@ class Identity:
 
     def update_begin(self, written: torch.Tensor) -> torch.Tensor:
         return written
-
-    @property
-    def gpu_bytes(self) -> int:
-        return 0
 
     @property
     def encode_bytes(self) -> int:

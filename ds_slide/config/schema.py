@@ -4,6 +4,7 @@ A wrong value is reported by its JSON path and what was expected there; an unkno
 """
 
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,8 +23,9 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from ds_slide.config.old_names import refuse_moved, under_new_names
-from ds_slide.config.values import SIZE_HELP, check_directory_text, parse_bytes, shown, shown_key
+from ds_slide.config.values import SIZE_HELP, check_directory_text, expanded_directory, parse_bytes, shown, shown_key
 from ds_slide.errors import SlideConfigError
+from ds_slide.report.trace import TraceRequest
 
 CONFIG_KEY = "ds_slide"
 """Top-level key of the DeepSpeed JSON; stock DeepSpeed ignores it."""
@@ -65,15 +67,11 @@ def _first_and_last(value: tuple[int, int]) -> tuple[int, int]:
 
 # Limits that no machine comes near. Beyond them a value is a slip of the pen, and what it asks for would be built for
 # minutes, or overflow on its way to C++ or to a wait of the operating system.
-MOST_BUFFERS = 4096
 MOST_THREADS = 4096
-LAST_CORE = 1023  # a cpu_set_t has 1,024 bits
-MOST_DELAY_MS = 60_000
 LEAST_HANG_TIMEOUT_S, MOST_HANG_TIMEOUT_S = 0.1, 100_000_000
 # A disk that would get less than one stripe in 32 is left out (ds_slide.store.ssd.extents), so more are of no use.
 MOST_DIRECTORIES = 32
 MOST_TRACED_STEPS = 100  # some thousand events each, which wait in memory until the last of them has ended
-_LARGEST_SEED = 2**63 - 1
 # Below 16 the padding of a d x d state to whole cache lines, and a launch for it, cost more than the transfer.
 LEAST_D, MOST_D, MOST_R = 16, 65_536, 16
 MOST_STEPS, MOST_BIAS = 1_000_000_000, 100
@@ -81,9 +79,9 @@ MOST_STEPS, MOST_BIAS = 1_000_000_000, 100
 Budget = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_none)]
 StateBudget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_size_or_none)]
 AutoSize = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
-BufferCount = Annotated[StrictInt, Field(ge=2, le=MOST_BUFFERS)]
-BUFFERS_HELP = f"an integer from 2 to {MOST_BUFFERS}"
-CoreNumber = Annotated[StrictInt, Field(ge=0, le=LAST_CORE)]
+BufferCount = Annotated[StrictInt, Field(ge=2, le=4096)]
+BUFFERS_HELP = "an integer from 2 to 4096"
+CoreNumber = Annotated[StrictInt, Field(ge=0, le=1023)]  # a cpu_set_t has 1,024 bits
 Path = Annotated[StrictStr, Field(min_length=1)]
 Paths = Annotated[
     Annotated[tuple[Path, ...], Field(min_length=1, max_length=MOST_DIRECTORIES)] | None, BeforeValidator(_directories)
@@ -102,17 +100,17 @@ class DebugConfig(_Block):
     lane_delay_ms: float = Field(
         default=0.0,
         ge=0,
-        le=MOST_DELAY_MS,
+        le=60_000,
         allow_inf_nan=False,
         strict=True,
-        description=f"a number of milliseconds from 0 to {MOST_DELAY_MS}",
+        description="a number of milliseconds from 0 to 60000",
     )
     """Longest random delay before every operation of every lane.
 
     It brings races out. 0 switches it off.
     """
 
-    seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
+    seed: StrictInt = Field(default=0, ge=0, le=2**63 - 1, description="an integer from 0 to 2^63 - 1")
     """Seed of these delays."""
 
     out_of_place: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
@@ -164,6 +162,24 @@ class TraceConfig(_Block):
     They are counted as in `slide_stats()["step"]`. The very first step has no beginning, so 2 is the earliest.
     """
 
+    def request(self) -> TraceRequest | None:
+        """Return what to record; None without a path. The file is written much later, so it is checked at the start.
+        Raises SlideConfigError where it could not be written."""
+        if self.path is None:
+            return None
+        name = f"{CONFIG_KEY}.trace.path"
+        path = expanded_directory(self.path, name)
+        if path.is_dir():
+            raise SlideConfigError(
+                f'{name} is {shown(self.path)}, which is a directory; name a file in it ("step.json")'
+            )
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise SlideConfigError(
+                f"{name} is {shown(self.path)}, but no file can be written in {shown(str(path.parent))}; "
+                "make that directory, or name another one"
+            )
+        return TraceRequest(path, *self.steps)
+
 
 class CompressionConfig(_Block):
     """Gradients in learned subspaces ([compression](compression.md)). Lossy."""
@@ -212,7 +228,7 @@ class CompressionConfig(_Block):
     ([page](../benchmarks/results/2026-11-24_nvidia-h100_compression-curves.md)).
     """
 
-    seed: StrictInt = Field(default=0, ge=0, le=_LARGEST_SEED, description="an integer from 0 to 2^63 - 1")
+    seed: StrictInt = Field(default=0, ge=0, le=2**63 - 1, description="an integer from 0 to 2^63 - 1")
     """Seed of the first P and Q and of stochastic rounding."""
 
 
@@ -364,7 +380,7 @@ class SlideConfig(_Block):
 
     cpu_cores: Literal["auto", "none"] | Annotated[tuple[CoreNumber, ...], Field(min_length=1)] = Field(
         default="auto",
-        description=f'"auto", "none" or a list of core numbers from 0 to {LAST_CORE} such as [0, 1, 2, 3]',
+        description='"auto", "none" or a list of core numbers from 0 to 1023 such as [0, 1, 2, 3]',
     )
     """Cores that the update threads are pinned to.
 

@@ -24,8 +24,6 @@ _FACTORS = {
 }
 _UNITS = {name.lower(): factor for name, factor in _FACTORS.items()}
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
-# Digits of a number with its sign, point and zeros: 8 EiB have 19. Python refuses to read more than 4,300 digits.
-_MOST_DIGITS = 64
 # Sizes end up in 64-bit signed integers of the C++ side.
 _LARGEST = 2**63 - 1
 
@@ -65,7 +63,8 @@ def format_bytes(number: int) -> str:
 def _parse_text(text: str, name: str) -> int:
     said = shown(text)
     match = _SIZE.fullmatch(text)
-    if match is None or len(match[1]) > _MOST_DIGITS:
+    # 8 EiB have 19 digits, sign, point and zeros apart. Python refuses to read more than 4,300 digits.
+    if match is None or len(match[1]) > 64:
         raise SlideConfigError(f"{name} is {said}; expected {SIZE_HELP}")
     digits, unit = match.groups()
     if not unit:

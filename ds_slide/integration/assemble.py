@@ -25,13 +25,11 @@ from ds_slide.errors import SlideConfigError
 from ds_slide.integration.partitions import DeepSpeedClients
 from ds_slide.integration.refused import REMOVE
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.model.structure import Precision, UnitSpec, find_structure, parameter_numel, parameter_shape
+from ds_slide.model.structure import Precision, Precisions, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.patching.apply import Replaced, apply_kernels
 from ds_slide.patching.head import stream_head
+from ds_slide.plan.host_room import FileMappings, groups, host_room, local_ranks, share_with
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
-from ds_slide.plan.probe.file_mappings import FileMappings
-from ds_slide.plan.probe.host_room import groups, host_room, share_with
-from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.log import log
 from ds_slide.runtime.build import Blueprint, build_runtime
 from ds_slide.runtime.core import running
@@ -42,8 +40,6 @@ from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.weights.rows import StreamedHead, check_streamed_head, chunk_rows, find_streamed_head
 from ds_slide.store.host_memory import require_page_locks
-
-Precisions = Mapping[nn.Parameter, Precision]
 
 
 def assemble(
@@ -108,18 +104,11 @@ def divided(
 ) -> tuple[list[UnitPlan], StreamedHead | None]:
     """Return the units of `module` in the order of their use in a forward, and the head whose rows are streamed."""
     config = settings.slide
-
-    def precision_of(parameter: nn.Parameter) -> Precision:
-        return precisions.get(parameter) or Precision.declared(parameter)
-
     head = find_streamed_head(module, world_size) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     apart = () if head is None else (head.path,)
-
-    def is_compressed(parameter: nn.Parameter) -> bool:
-        return parameter in group_of and settings.compresses(parameter)
-
-    structure = find_structure(module, config.blocks, apart, leaves, precision_of, is_compressed)
+    compressed = [parameter for parameter in group_of if settings.compresses(parameter)]
+    structure = find_structure(module, config.blocks, apart, leaves, precisions, compressed)
     if head is not None:
         check_streamed_head(head, structure, settings)
     if config.compression is not None and settings.trains:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import ds_slide
 from ds_slide.integration.external_parameters import ExternalParameters
 from ds_slide.report.log import log, no_blocks_line, size, start_line
 from ds_slide.runtime.core.calls import NO_TASK, graph_task
@@ -194,7 +193,6 @@ def log_start(engine: Any) -> None:
     parts, kernels = engine.optimizer.runtime.parts, engine.optimizer.kernels.counts
     log.info(
         start_line(
-            ds_slide.__version__,
             parts.memory_report,
             ranks=parts.context.ranks.world_size,
             deferred=parts.deferred if parts.context.trains else None,

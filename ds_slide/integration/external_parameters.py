@@ -17,11 +17,11 @@ from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 
-class _Parameters(ZeROOrderedDict):  # type: ignore[misc]
+class _Parameters(ZeROOrderedDict):
     """The parameters of one module."""
 
     def __getitem__(self, key: str) -> Any:
-        parameter = OrderedDict.__getitem__(self, key)
+        parameter: Any = OrderedDict.__getitem__(self, key)
         # A status that changes from forward to forward must not become a guard of compiled code.
         if torch.compiler.is_compiling() or getattr(parameter, "ds_status", None) is not ZeroParamStatus.NOT_AVAILABLE:
             return parameter

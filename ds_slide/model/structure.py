@@ -10,8 +10,9 @@ size in `ds_numel` and `ds_shape`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -61,12 +62,8 @@ def _name(dtype: torch.dtype | None) -> str:
 LARGE_OUTER_NUMEL = 1_000_000
 
 _Named = list[tuple[str, nn.Parameter]]
-PrecisionOf = Callable[[nn.Parameter], Precision]
-IsCompressed = Callable[[nn.Parameter], bool]
-
-
-def _never(_parameter: nn.Parameter) -> bool:
-    return False
+Precisions = Mapping[nn.Parameter, Precision]
+"""The precisions of parameters that do not keep the data type which they declare."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +112,8 @@ def find_structure(
     blocks: Literal["auto"] | Sequence[str] = "auto",
     apart: Collection[str] = (),
     undivided: Collection[nn.Module] = (),
-    precision_of: PrecisionOf = Precision.declared,
-    is_compressed: IsCompressed = _never,
+    precisions: Precisions = MappingProxyType({}),
+    compressed: Collection[nn.Parameter] = (),
 ) -> ModelStructure:
     """Split `module` into blocks and outer modules.
 
@@ -126,91 +123,90 @@ def find_structure(
 
     `blocks`: module paths that name the blocks instead. Raises SlideConfigError for a path that names none. `apart`:
     module paths of outer modules whose own parameters are a unit by themselves, even if they are few. `undivided`:
-    modules whose lists are no layer lists: ranks may run different layers of them, at different times. `is_compressed`:
-    asked for each parameter in the precision of its block; the block keeps at least one parameter.
+    modules whose lists are no layer lists: ranks may run different layers of them, at different times. `compressed`:
+    parameters whose gradients are compressed, where they are in a block and in its precision. The block keeps at least
+    one parameter.
     """
     ownership = Ownership(module)
     lists = find_lists(module, ownership, undivided) if blocks == "auto" else named_lists(module, blocks, ownership)
-    return _split(module, lists, ownership, apart, precision_of, is_compressed)
+    return _Split(ownership, frozenset(apart), precisions, frozenset(compressed)).of(module, lists)
 
 
 # Units ---------------------------------------------------------------------------------------------------------------
 
 
-def _split(
-    root: nn.Module,
-    lists: Sequence[LayerList],
-    ownership: Ownership,
-    apart: Collection[str],
-    precision_of: PrecisionOf,
-    is_compressed: IsCompressed,
-) -> ModelStructure:
-    """Hand every parameter to its block, to a part of the block, or to an outer module."""
-    layers = [layer for layer_list in lists for layer in layer_list.layers]
-    block_of = {id(p): path for path, layer in layers for p in ownership.exclusive(layer)}
-    of_block: dict[str, _Named] = defaultdict(list)
-    of_outer: dict[str, _Named] = defaultdict(list)
-    for name, parameter in root.named_parameters():
-        if id(parameter) in block_of:
-            of_block[block_of[id(parameter)]].append((name, parameter))
-        else:
-            of_outer[name.rpartition(".")[0]].append((name, parameter))
+@dataclass(frozen=True)
+class _Split:
+    """Hands every parameter to its block, to a part of the block, or to an outer module."""
 
-    model_precision = _main(_by_precision(list(root.named_parameters()), precision_of))
-    outer_units: dict[str, _Named] = defaultdict(list)
-    for path, parameters in of_outer.items():
-        large = bool(layers) and bool(path) and _numel(parameters) >= LARGE_OUTER_NUMEL
-        name = f"outer:{path}" if large or path in apart else "outer"
-        for precision, same in _by_precision(parameters, precision_of).items():
-            outer_units[name if precision == model_precision else _with(name, precision)].extend(same)
+    ownership: Ownership
+    apart: frozenset[str]
+    precisions: Precisions
+    compressed: frozenset[nn.Parameter]
 
-    # A block whose parameters are all shared has nothing to move.
-    blocks: list[tuple[str, nn.Module, _Named]] = []
-    parts: list[tuple[str, nn.Module, _Named]] = []
-    compressed: list[tuple[str, nn.Module, _Named]] = []
-    for path, layer in layers:
-        if path in of_block:
-            found = _by_precision(of_block[path], precision_of)
+    def of(self, root: nn.Module, lists: Sequence[LayerList]) -> ModelStructure:
+        layers = [layer for layer_list in lists for layer in layer_list.layers]
+        block_of = {id(p): path for path, layer in layers for p in self.ownership.exclusive(layer)}
+        of_block: dict[str, _Named] = defaultdict(list)
+        of_outer: dict[str, _Named] = defaultdict(list)
+        for name, parameter in root.named_parameters():
+            if id(parameter) in block_of:
+                of_block[block_of[id(parameter)]].append((name, parameter))
+            else:
+                of_outer[name.rpartition(".")[0]].append((name, parameter))
+
+        model_precision = _main(self._by_precision(list(root.named_parameters())))
+        outer_units: dict[str, _Named] = defaultdict(list)
+        for path, parameters in of_outer.items():
+            large = bool(layers) and bool(path) and _numel(parameters) >= LARGE_OUTER_NUMEL
+            name = f"outer:{path}" if large or path in self.apart else "outer"
+            for precision, same in self._by_precision(parameters).items():
+                outer_units[name if precision == model_precision else _with(name, precision)].extend(same)
+
+        # A block whose parameters are all shared has nothing to move.
+        blocks: list[tuple[str, nn.Module, _Named]] = []
+        parts: list[tuple[str, nn.Module, _Named]] = []
+        compressed: list[tuple[str, nn.Module, _Named]] = []
+        for path, layer in layers:
+            found = self._by_precision(of_block.get(path, []))
             main = _main(found)
             for precision, same in found.items():
-                if precision == main:
-                    matrices = {name: p for name, p in same if is_compressed(p)}
-                    if len(matrices) == len(same):
-                        del matrices[same[0][0]]  # a unit without parameters would have no place in the model
-                    blocks.append((path, layer, [(name, p) for name, p in same if name not in matrices]))
-                    if matrices:
-                        compressed.append((f"{path} (compressed)", layer, list(matrices.items())))
-                else:
+                if precision != main:
                     parts.append((_with(path, precision), layer, same))
-    return ModelStructure(
-        blocks=_specs("block", blocks, precision_of),
-        parts=tuple(
-            replace(spec, compressed=spec.index >= len(parts))
-            for spec in _specs("part", parts + compressed, precision_of)
-        ),
-        outer_units=_specs(
-            "outer", [(name, None, parameters) for name, parameters in outer_units.items()], precision_of
-        ),
-        lists=tuple(layer_list.path for layer_list in lists),
-    )
+                    continue
+                matrices = {name: p for name, p in same if p in self.compressed}
+                if len(matrices) == len(same):
+                    del matrices[same[0][0]]  # a unit without parameters would have no place in the model
+                blocks.append((path, layer, [(name, p) for name, p in same if name not in matrices]))
+                if matrices:
+                    compressed.append((f"{path} (compressed)", layer, list(matrices.items())))
+        return ModelStructure(
+            blocks=self._specs("block", blocks),
+            parts=tuple(
+                replace(spec, compressed=spec.index >= len(parts)) for spec in self._specs("part", parts + compressed)
+            ),
+            outer_units=self._specs("outer", [(name, None, parameters) for name, parameters in outer_units.items()]),
+            lists=tuple(layer_list.path for layer_list in lists),
+        )
 
+    def _specs(
+        self, kind: Literal["block", "part", "outer"], units: Sequence[tuple[str, nn.Module | None, _Named]]
+    ) -> tuple[UnitSpec, ...]:
+        return tuple(
+            UnitSpec(
+                name, kind, index, module, tuple(parameters), _numel(parameters), self._precision_of(parameters[0][1])
+            )
+            for index, (name, module, parameters) in enumerate(units)
+        )
 
-def _specs(
-    kind: Literal["block", "part", "outer"],
-    units: Sequence[tuple[str, nn.Module | None, _Named]],
-    precision_of: PrecisionOf,
-) -> tuple[UnitSpec, ...]:
-    return tuple(
-        UnitSpec(name, kind, index, module, tuple(parameters), _numel(parameters), precision_of(parameters[0][1]))
-        for index, (name, module, parameters) in enumerate(units)
-    )
+    def _by_precision(self, parameters: _Named) -> dict[Precision, _Named]:
+        found: dict[Precision, _Named] = defaultdict(list)
+        for name, parameter in parameters:
+            found[self._precision_of(parameter)].append((name, parameter))
+        return found
 
-
-def _by_precision(parameters: _Named, precision_of: PrecisionOf) -> dict[Precision, _Named]:
-    found: dict[Precision, _Named] = defaultdict(list)
-    for name, parameter in parameters:
-        found[precision_of(parameter)].append((name, parameter))
-    return found
+    def _precision_of(self, parameter: nn.Parameter) -> Precision:
+        return self.precisions.get(parameter) or Precision.declared(parameter)
 
 
 def _main(found: dict[Precision, _Named]) -> Precision | None:

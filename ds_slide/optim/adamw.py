@@ -11,7 +11,7 @@ import torch
 
 from ds_slide.errors import SlideConfigError
 from ds_slide.optim.rounding import add, div, mul, sqrt, sub
-from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on, require_ranges
+from ds_slide.optim.rule import Elements, StateSpec, UpdateRule, fp32, options_on, require_ranges
 
 # Parameters of torch's Adam that change the result and that DS-Slide does not have.
 _REFUSED = ("amsgrad", "maximize", "differentiable")
@@ -147,17 +147,11 @@ def _reference_step(
     return sub(w, mul(div(m, denominator), c.step_size)), (m, v)
 
 
-def _gpu_step(
-    weight: torch.Tensor,
-    remainder: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    gradient: torch.Tensor,
-    hyper: AdamWHyper,
-    grad_scale: float,
-) -> None:
+def _gpu_step(elements: Elements, hyper: AdamWHyper, grad_scale: float) -> None:
     from ds_slide.kernels.offload.adamw_split import adamw_split_  # importing Triton takes a second
 
-    exp_avg, exp_avg_sq = states
+    weight, remainder, (exp_avg, exp_avg_sq), gradient, *_ = elements
+    assert remainder is not None
     adamw_split_(weight, remainder, exp_avg, exp_avg_sq, gradient, hyper.constants(grad_scale), hyper.adam_w_mode)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.low_precision import STATE_FORMATS, StateFormat
 from ds_slide.optim.rounding import check_first
-from ds_slide.optim.rule import Hyper, Part
+from ds_slide.optim.rule import Elements, Hyper, Part
 
 try:
     from ds_slide import _native
@@ -30,6 +30,43 @@ _WEIGHT_FORMATS: dict[tuple[torch.dtype, torch.dtype | None], _WeightFormat] = {
     (torch.float32, None): "fp32",
     (torch.float16, torch.float32): "fp16_master",
 }
+
+
+class Beside(NamedTuple):
+    """What a step writes beside its elements, or in their place.
+
+    ``new_weight`` gets the new weight, and the weight stays as it is. "out_of_place" writes ``new_remainder`` and
+    ``new_states``, too. Each of them then begins at a multiple of 64 bytes. ``old`` is empty, or has a tensor or None
+    for each of weight, remainder, states and scales (of codes only), which gets the old bytes. For the parts with a
+    log, ``low`` has a uint8 tensor for the weight and each state, and ``slices`` has 4 KiB for every 16 Ki elements.
+    """
+
+    new_weight: torch.Tensor | None = None
+    new_remainder: torch.Tensor | None = None
+    new_states: Sequence[torch.Tensor] = ()
+    old: Sequence[torch.Tensor | None] = ()
+    low: Sequence[torch.Tensor] = ()
+    slices: torch.Tensor | None = None
+
+    def pointers(self, of: Elements, *, logs_scales: bool) -> dict[str, Any]:
+        """Return arguments of the kernel, checked against the elements. ``logs_scales``: states have scales."""
+        if self is NOTHING_BESIDE:
+            return {}
+        numel = of.weight.numel()
+        logged = [of.weight, of.remainder, *of.states, *(of.scales if logs_scales else ())]
+        return {
+            "new_weight_ptr": _beside("new_weight", self.new_weight, of.weight),
+            "old_ptrs": [_beside("old", *pair) for pair in zip(self.old, logged if self.old else (), strict=True)],
+            "low_ptrs": [_pointer("update_", "low", each, numel, torch.uint8) for each in self.low],
+            "slices_ptr": 0 if self.slices is None else self.slices.data_ptr(),
+            "new_remainder_ptr": _beside("new_remainder", self.new_remainder, of.remainder),
+            "new_state_ptrs": [
+                _pointer("update_", "new_states", each, numel, torch.float32) for each in self.new_states
+            ],
+        }
+
+
+NOTHING_BESIDE = Beside()
 
 
 class CpuUpdater:
@@ -61,44 +98,21 @@ class CpuUpdater:
 
     def update_(
         self,
-        weight: torch.Tensor,
-        remainder: torch.Tensor | None,
-        states: Sequence[torch.Tensor],
-        grad: torch.Tensor,
+        elements: Elements,
         hyper: Hyper,
         grad_scale: float = 1.0,
         *,
-        scales: Sequence[torch.Tensor | None] = (),
-        seed: int = 0,
-        first: int = 0,
         part: Part = "whole",
-        new_weight: torch.Tensor | None = None,
-        old: Sequence[torch.Tensor | None] = (),
-        low: Sequence[torch.Tensor] = (),
-        slices: torch.Tensor | None = None,
-        new_remainder: torch.Tensor | None = None,
-        new_states: Sequence[torch.Tensor] = (),
+        beside: Beside = NOTHING_BESIDE,
     ) -> None:
-        """Do one step of ``hyper.rule`` in place, in one pass over memory. All tensors have the same number of
-        elements. ``part``: "weights" and then "states", for hyper-parameters with ``two_passes``, give the same bits.
+        """Do one step of ``hyper.rule`` in one pass over memory: in place, or as ``part`` and ``beside`` say. The
+        gradient is multiplied by ``grad_scale`` first.
 
-        ``weight`` bf16 with ``remainder`` int16 is the split master. fp32 with None is a plain weight. fp16 with
-        ``remainder`` fp32 is an fp16 copy (written only) of the fp32 master. ``grad`` is bf16, fp16 or fp32 and is
-        multiplied by ``grad_scale`` first.
-
-        The states are all fp32, all bf16, or all uint8 codes with their ``scales``, fp32 [ceil(numel / 64)]
-        (ds_slide.optim.low_precision). bf16 and codes are rounded stochastically by random bits of (``seed``, step,
-        element). ``seed`` is the unit's. ``first``, a multiple of 64, is the number of element 0 within the unit, so
-        chunks of a unit give the bits of the whole. An infinity or NaN in a state makes its group of codes NaN.
-
-        ``new_weight`` gets the new weight, and ``weight`` stays as it is. ``old`` is empty, or has a tensor or None for
-        each of weight, remainder, states and scales (of codes only). Each tensor gets the old bytes. For the parts with
-        a log, ``low`` has a uint8 tensor for the weight and each state, and ``slices`` has 4 KiB for every 16 Ki
-        elements. These parts need states in fp32 and weights other than fp16. "back" takes the arguments of the step.
-
-        "out_of_place", for states in fp32, writes only to ``new_weight``, ``new_remainder`` and ``new_states``. Each
-        begins at a multiple of 64 bytes.
+        ``part``: "weights" and then "states", for hyper-parameters with ``two_passes``, give the same bits. The parts
+        with a log need states in fp32 and weights other than fp16. "back" takes the arguments of the step.
+        "out_of_place", for states in fp32, writes only to the new tensors of ``beside``.
         """
+        weight, remainder, states, grad, scales, seed, first = elements
         weight_format = _WEIGHT_FORMATS.get((weight.dtype, None if remainder is None else remainder.dtype))
         if weight_format is None:
             raise SlideError(
@@ -129,16 +143,7 @@ class CpuUpdater:
             step=hyper.step,
             first=first,
             part=part,
-            new_weight_ptr=0
-            if new_weight is None
-            else _pointer("update_", "new_weight", new_weight, numel, weight.dtype),
-            old_ptrs=_old_pointers(old, [weight, remainder, *states, *(scales if state.has_scales else ())]),
-            low_ptrs=[_pointer("update_", "low", each, numel, torch.uint8) for each in low],
-            slices_ptr=0 if slices is None else slices.data_ptr(),
-            new_remainder_ptr=0
-            if new_remainder is None or remainder is None
-            else _pointer("update_", "new_remainder", new_remainder, numel, remainder.dtype),
-            new_state_ptrs=[_pointer("update_", "new_states", each, numel, torch.float32) for each in new_states],
+            **beside.pointers(elements, logs_scales=state.has_scales),
         )
 
     def copy_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -196,11 +201,9 @@ def _scale_pointer(argument: str, scale: torch.Tensor | None, numel: int, state:
     return _pointer("update_", argument, scale, scale.numel(), torch.float32)
 
 
-def _old_pointers(old: Sequence[torch.Tensor | None], logged: Sequence[torch.Tensor | None]) -> list[int]:
-    return [
-        0 if copy is None or each is None else _pointer("update_", "old", copy, each.numel(), each.dtype)
-        for copy, each in zip(old, logged if old else (), strict=True)
-    ]
+def _beside(argument: str, tensor: torch.Tensor | None, own: torch.Tensor | None) -> int:
+    """Return the address of a tensor that is written beside ``own``; 0 without one of them."""
+    return 0 if tensor is None or own is None else _pointer("update_", argument, tensor, own.numel(), own.dtype)
 
 
 def _pointer(function: str, argument: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype | None = None) -> int:

@@ -30,7 +30,7 @@ from ds_slide.kernels.offload.split_master import (
     vector_parts,
 )
 from ds_slide.optim.rounding import add, mul, sub
-from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, range_problems, require_ranges
+from ds_slide.optim.rule import Elements, StateSpec, UpdateRule, fp32, range_problems, require_ranges
 
 
 class LionConstants(NamedTuple):
@@ -136,15 +136,9 @@ def _lion_kernel(  # type: ignore[no-untyped-def]
     tl.store(exp_avg + offsets, m, mask=mask)
 
 
-def _gpu_step(
-    weight: torch.Tensor,
-    remainder: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    gradient: torch.Tensor,
-    hyper: LionHyper,
-    grad_scale: float,
-) -> None:
-    (exp_avg,) = states
+def _gpu_step(elements: Elements, hyper: LionHyper, grad_scale: float) -> None:
+    weight, remainder, (exp_avg,), gradient, *_ = elements
+    assert remainder is not None
     check_buffers("Lion on the GPU", weight, remainder, {"exp_avg": exp_avg}, gradient)
     for high, low, m, g in vector_parts((weight, remainder, exp_avg, gradient)):
         _lion_kernel[grid(high.numel())](

@@ -23,9 +23,7 @@ from ds_slide.errors import SlideError
 
 GROUP = 64
 STEP_BITS = 20
-_ONE = 0x3F800000
-_OVERFLOW = 127 + 126 << 23
-_CHUNK = 1 << 22  # elements converted at a time, a multiple of GROUP: the temporaries are 4 bytes each
+CHUNK = 1 << 22  # elements converted at a time, a multiple of GROUP: the temporaries are 4 bytes each
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def least_level(signed: bool) -> float:
 
 def zero_code(signed: bool) -> int:
     """Return the bits that u would have for magnitude code 0."""
-    return _ONE - (top_code(signed) << STEP_BITS)
+    return 0x3F800000 - (top_code(signed) << STEP_BITS)
 
 
 def least_scale(signed: bool) -> float:
@@ -88,7 +86,7 @@ def group_scales(values: torch.Tensor, *, signed: bool) -> torch.Tensor:
     largest = bits.amax(1)
     scale = largest.view(torch.float32).clamp(min=least_scale(signed))
     scale = torch.where(largest == 0, 0.0, scale)
-    return torch.where(largest >= _OVERFLOW, torch.nan, scale)
+    return torch.where(largest >= 127 + 126 << 23, torch.nan, scale)  # the bits of 2^126
 
 
 def levels(values: torch.Tensor, scale: torch.Tensor, *, signed: bool) -> torch.Tensor:
@@ -187,5 +185,5 @@ def _chunks(
     first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor
 ) -> zip[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return flat pieces of two tensors of one size, with their scales."""
-    pieces = (first.view(-1).split(_CHUNK), second.reshape(-1).split(_CHUNK), scale.split(_CHUNK // GROUP))
+    pieces = (first.view(-1).split(CHUNK), second.reshape(-1).split(CHUNK), scale.split(CHUNK // GROUP))
     return zip(*pieces, strict=True)

@@ -5,15 +5,11 @@ The arithmetic is in `ds_slide.optim.rounding`. `UpdateRule.reference_step` is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from ds_slide.optim.low_precision import GROUP, to_fp32
+from ds_slide.optim.low_precision import CHUNK, GROUP, to_fp32
 from ds_slide.optim.rounding import check_first, flush, mul, random_bits, round_8bit, round_bf16
-from ds_slide.optim.rule import Hyper
-
-_CHUNK = 1 << 22
+from ds_slide.optim.rule import Elements, Hyper
 
 
 def encode_split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,33 +37,17 @@ def decode_split(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def reference_update_(
-    weight: torch.Tensor,
-    remainder: torch.Tensor | None,
-    states: Sequence[torch.Tensor],
-    grad: torch.Tensor,
-    hyper: Hyper,
-    grad_scale: float = 1.0,
-    *,
-    scales: Sequence[torch.Tensor | None] = (),
-    seed: int = 0,
-    first: int = 0,
-) -> None:
-    """Do one step in place on contiguous tensors of one size and device.
-
-    ``weight`` bf16 with ``remainder`` int16 is the split master. fp32 with None is a plain weight. fp16 with
-    ``remainder`` fp32 is an fp16 copy of the fp32 master. ``grad`` is bf16, fp16 or fp32. The states of the rule, in
-    its order, are fp32, bf16, or uint8 codes with their ``scales``. The last two are rounded by random bits of
-    (``seed``, step, element). ``first`` is the number of element 0 within its unit.
-    """
+def reference_update_(elements: Elements, hyper: Hyper, grad_scale: float = 1.0) -> None:
+    """Do one step in place on contiguous tensors of one device. The gradient is multiplied by ``grad_scale`` first."""
+    weight, remainder, states, grad, given_scales, seed, first = elements
     check_first(first)
     specs, constants = hyper.rule.states, hyper.constants(grad_scale)
-    scales = scales or [None] * len(specs)
+    scales = given_scales or [None] * len(specs)
     flat = [weight.view(-1), grad.view(-1), *(state.view(-1) for state in states)]
     low = None if remainder is None else remainder.view(-1)
     # The step goes in chunks: the fp64 temporaries of a whole vocabulary matrix would be tens of gigabytes.
-    for start in range(0, weight.numel(), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for start in range(0, weight.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
         w, g, *stored = (state_buffer[part] for state_buffer in flat)
         rest = None if low is None else low[part]
         groups = slice(start // GROUP, -(-(start + w.numel()) // GROUP))

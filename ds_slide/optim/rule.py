@@ -13,13 +13,11 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from ds_slide.errors import SlideConfigError
-
-_FP32_MIN_NORMAL = 2.0**-126
 
 Part = Literal["whole", "weights", "states", "with_log", "back", "rest", "out_of_place"]
 """The part of a CPU step that one call does. "whole": all of it. "weights": the new weights. "states": later the new
@@ -74,6 +72,28 @@ def _replaced(hyper: Hyper, step: int) -> Hyper:
     return dataclasses.replace(hyper, step=step)  # type: ignore[type-var]
 
 
+class Elements(NamedTuple):
+    """Elements of one unit that one step reads and writes. All tensors but the scales are contiguous and of one size.
+
+    ``weight`` bf16 with ``remainder`` int16 is the split master. fp32 with None is a plain weight. fp16 with
+    ``remainder`` fp32 is an fp16 copy (written only) of the fp32 master. ``grad`` is bf16, fp16 or fp32.
+
+    The ``states`` of the rule, in its order, are all fp32, all bf16, or all uint8 codes with their ``scales``, fp32
+    [ceil(numel / 64)] (ds_slide.optim.low_precision). bf16 and codes are rounded stochastically by random bits of
+    (``seed``, step, element). ``seed`` is the unit's. ``first``, a multiple of 64, is the number of element 0 within
+    the unit, so chunks of a unit give the bits of the whole. An infinity or NaN in a state makes its group of codes
+    NaN.
+    """
+
+    weight: torch.Tensor
+    remainder: torch.Tensor | None
+    states: Sequence[torch.Tensor]
+    grad: torch.Tensor
+    scales: Sequence[torch.Tensor | None] = ()
+    seed: int = 0
+    first: int = 0
+
+
 HyperOf = Callable[[Mapping[str, Any], int, Any], Hyper]
 """(element of ``optimizer.param_groups``, number of the update, the optimizer) -> hyper-parameters."""
 
@@ -83,9 +103,9 @@ ReferenceStep = Callable[
 """(hyper, its constants, fp32 weight, fp32 gradient after its factor, fp32 states) -> (new weight, new states), with
 the arithmetic of `ds_slide.optim.rounding`. All are [n]."""
 
-GpuStep = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Any, float], None]
-"""(bf16 weight, int16 remainder, fp32 states, gradient, hyper, grad_scale): one step in place on flat CUDA tensors of
-one size, without waiting."""
+GpuStep = Callable[[Elements, Any, float], None]
+"""(elements, hyper, grad_scale): one step in place on flat CUDA tensors, without waiting. The weight is bf16 with an
+int16 remainder, and the states are fp32."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +130,7 @@ class UpdateRule:
 def fp32(value: float) -> float:
     """Return ``value`` rounded to fp32. A subnormal becomes zero with its sign."""
     rounded = ctypes.c_float(value).value
-    return math.copysign(0.0, rounded) if abs(rounded) < _FP32_MIN_NORMAL else rounded
+    return math.copysign(0.0, rounded) if abs(rounded) < 2.0**-126 else rounded
 
 
 def require_ranges(expected: str, *numbers: tuple[str, Any, bool]) -> None:

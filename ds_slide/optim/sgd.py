@@ -31,7 +31,7 @@ from ds_slide.kernels.offload.split_master import (
     vector_parts,
 )
 from ds_slide.optim.rounding import add, mul, sub
-from ds_slide.optim.rule import StateSpec, UpdateRule, fp32, options_on, range_problems, require_ranges
+from ds_slide.optim.rule import Elements, StateSpec, UpdateRule, fp32, options_on, range_problems, require_ranges
 
 # Parameters of torch's SGD that change the result and that DS-Slide does not have.
 _REFUSED = ("maximize", "differentiable")
@@ -158,14 +158,9 @@ def _sgd_kernel(  # type: ignore[no-untyped-def]
     store_master(high_buffer, low_buffer, offsets, mask, flush(w - flush(g * lr)))
 
 
-def _gpu_step(
-    weight: torch.Tensor,
-    remainder: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    gradient: torch.Tensor,
-    hyper: SgdHyper,
-    grad_scale: float,
-) -> None:
+def _gpu_step(elements: Elements, hyper: SgdHyper, grad_scale: float) -> None:
+    weight, remainder, states, gradient, *_ = elements
+    assert remainder is not None
     names = hyper.rule.state_names
     check_buffers("SGD on the GPU", weight, remainder, dict(zip(names, states, strict=True)), gradient)
     for high, low, g, *kept in vector_parts((weight, remainder, gradient, *states)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_slide.compression.codec import GradientCodec
-from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, held_bytes, is_held
+from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, held_bytes, is_held, masters_of
 from ds_slide.store.spare_buffers import can_be_out_of_place
 from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
 from ds_slide.store.tiers import Tier
@@ -86,13 +86,8 @@ class Allocation:
 
 
 def state_buffer_of(unit: str, state_buffer: str) -> str:
-    """The name of a unit's "weight", held "gradient" or optimizer state buffer."""
+    """The name of a unit's "weight", "change" of weights, "projectors", held "gradient" or optimizer state buffer."""
     return f"{state_buffer} of {unit}"
-
-
-def projectors_of(unit: str) -> str:
-    """The name of the projectors of a unit whose gradients are compressed."""
-    return f"projectors of {unit}"
 
 
 def promoted_buffer_of(unit: str, state_buffer: str) -> str:
@@ -201,11 +196,11 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
         locked = copied and where == "host" and needs.page_locks
         return Allocation(state_buffer_of(unit.name, name), where, nbytes, why, page_locked=locked)
 
-    # Weights first: with compressed gradients they are on the GPU, and only their changes are in host memory.
-    if unit.codec.compresses:
-        made = [*_masters_on_gpu(unit, needs), state_buffer("change", "host", unit.written_bytes, copied=True)]
-    else:
-        made = [state_buffer("weight", tier(placement.weights_on_ssd), unit.share, copied=True)]
+    # Weights first: masters on the GPU are the weights of all ranks, which each rank changes.
+    masters = masters_of(unit, needs)
+    made = [state_buffer(name, "gpu", nbytes) for name, nbytes in masters.items()]
+    written = "change" if masters else "weight"
+    made.append(state_buffer(written, tier(placement.weights_on_ssd), unit.written_bytes, copied=True))
     for spec in unit.specs:
         nbytes = spec.nbytes(unit.codec.numel)
         made.append(state_buffer(spec.name, tier(placement.chunks_on_ssd), nbytes))
@@ -231,16 +226,6 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
             _extent_bytes(unit, index, needs, placement) - total(made, "ssd"),
             "whole pages",
         )
-
-
-def _masters_on_gpu(unit: UnitSize, needs: Needs) -> Iterator[Allocation]:
-    """What a unit whose gradients are compressed takes on the GPU: the weights of all ranks, which each rank updates,
-    and what this update needs."""
-    whole = unit.layout.slot_numel * unit.weight_bytes
-    yield Allocation(state_buffer_of(unit.name, "weight"), "gpu", whole, "states")
-    if unit.low_bytes and not needs.rounds_masters:
-        yield Allocation(state_buffer_of(unit.name, "remainder"), "gpu", unit.low_bytes, "states")
-    yield Allocation(projectors_of(unit.name), "gpu", unit.codec.gpu_bytes, "states")
 
 
 def _extent_bytes(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> int:
@@ -271,7 +256,7 @@ def _read_by_modules(unit: UnitSize, index: int, needs: Needs, placement: Placem
         yield Allocation(rows_of(unit.name), "gpu", rows, "weights on their way", ROW_BUFFERS)
         if unit.layout.trainable_numel:
             yield Allocation(row_gradients_of(unit.name), "gpu", rows, "gradients on their way", ROW_BUFFERS)
-    elif unit.stays and not unit.codec.compresses:
+    elif unit.stays and not masters_of(unit, needs):
         own = unit.share if is_gathered(index, needs, placement.home) else 0
         yield Allocation(whole_weights_of(unit.name), "gpu", whole + own, "weights that modules read")
 
@@ -309,10 +294,9 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     yield Allocation(SLOTS, "gpu", slots * slot_bytes(units, needs, placement), "the window", slots)
     packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_outer or index in placement.on_gpu)]
     staged = max((unit.codec.nbytes for unit in packed), default=0)
-    codecs = [unit.codec for unit in units if unit.codec.compresses]
-    if codecs:
-        yield Allocation(COMPRESSING, "gpu", max(codec.encode_bytes for codec in codecs), "gradients on their way")
-        yield Allocation(CHANGES, "gpu", max(codec.apply_bytes for codec in codecs), "weights on their way")
+    if encoding := max((unit.codec.encode_bytes for unit in units), default=0):
+        yield Allocation(COMPRESSING, "gpu", encoding, "gradients on their way")
+        yield Allocation(CHANGES, "gpu", max(unit.codec.apply_bytes for unit in units), "weights on their way")
     yield Allocation(STAGED, "gpu", STAGINGS * ranks * staged, "gradients on their way", STAGINGS)
     if ranks == 1:
         return

@@ -21,20 +21,29 @@ CONTEXT_BYTES = 900 << 20
 benchmarks/results/2026-11-23_nvidia-h200-x2_passes.jsonl)."""
 WORKSPACE_BYTES = 64 << 20
 """GPU bytes in torch's allocator: the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 or H200."""
-PROCESS_BYTES = 1285 << 20
-"""Host bytes, where `ds-slide doctor` has not measured them: Python, torch, transformers, DeepSpeed and the CUDA
-driver after a step of training without an engine. With ENGINE_BYTES they are 1.531 GB: runs with all states on an H200
-took 1.537 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md, whose machine measured none)."""
-ENGINE_BYTES = 175 << 20
-"""Host bytes that an engine adds and that neither grow with the model nor are in the plan's list: threads, compiled
-kernels, streams. Beside what `ds-slide doctor` had measured of a process, 1.53 GB, ten runs on an H100 took 0.14 to
-0.24 GB (benchmarks/results/2026-11-25_nvidia-h100_forecast.md)."""
-PYTHON_BYTES = 445 << 20
-"""PROCESS_BYTES where the accelerator is the host and no CUDA is loaded: what `ds-slide doctor` measured with torch
-2.13 and transformers 5.23 (0.467 GB; 0.50 with scipy beside them, and 0.54 with transformers 5.17 and scikit-learn)."""
-PYTHON_ENGINE_BYTES = 75 << 20
-"""ENGINE_BYTES there: with it host peaks of `benchmarks/step.py --model tiny` are forecast within 0.5 % for 2 x
-128 tokens beside each of these three. The peak with 0.5 G parameters, 8.9 GB, is forecast within 1.5 %."""
+
+
+@dataclass(frozen=True)
+class ProcessBytes:
+    """Host bytes of a rank's process beside what the plan places.
+
+    `before`: before it has an engine, where `ds-slide doctor` has not measured them. `engine`: what an engine adds that
+    neither grows with the model nor is in the plan's list: threads, compiled kernels, streams."""
+
+    before: int
+    engine: int
+
+
+WITH_CUDA = ProcessBytes(before=1285 << 20, engine=175 << 20)
+"""`before`: Python, torch, transformers, DeepSpeed and the CUDA driver after a step of training without an engine. Both
+are 1.531 GB: runs with all states on an H200 took 1.537 (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md, whose
+machine measured none). `engine`: beside what `ds-slide doctor` had measured of a process, 1.53 GB, ten runs on an H100
+took 0.14 to 0.24 GB (benchmarks/results/2026-11-25_nvidia-h100_forecast.md)."""
+ON_HOST = ProcessBytes(before=445 << 20, engine=75 << 20)
+"""The same where the accelerator is the host and no CUDA is loaded. `before`: what `ds-slide doctor` measured with
+torch 2.13 and transformers 5.23 (0.467 GB; 0.50 with scipy beside them, and 0.54 with transformers 5.17 and
+scikit-learn). With this `engine`, host peaks of `benchmarks/step.py --model tiny` are forecast within 0.5 % for 2 x 128
+tokens beside each of these three. The peak with 0.5 G parameters, 8.9 GB, is forecast within 1.5 %."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,8 @@ class Room:
     @property
     def process(self) -> int:
         """Bytes of the process of a rank beside what the plan places."""
-        before, engine = (PYTHON_BYTES, PYTHON_ENGINE_BYTES) if self.gpu is None else (PROCESS_BYTES, ENGINE_BYTES)
-        return (before if self.process_bytes is None else self.process_bytes) + engine
+        usual = ON_HOST if self.gpu is None else WITH_CUDA
+        return (usual.before if self.process_bytes is None else self.process_bytes) + usual.engine
 
 
 @dataclass(frozen=True)

@@ -23,26 +23,35 @@ from ds_slide.plan.allocations import (
     total,
     undo_bytes,
 )
-from ds_slide.plan.needs import Needs, Placement, UnitSize, is_held
+from ds_slide.plan.needs import Needs, Placement, UnitSize, is_held, masters_of
 from ds_slide.plan.placement import USABLE_SHARE, place_on_host
 from ds_slide.report.log import size
 
-# 5 %: on a 141 GB card that covers the vocabulary matrix of a 3 B model and some blocks, on a 24 GB card a block or
-# two; activations, which DS-Slide does not place yet, need the rest.
-AUTO_GPU_STATE_SHARE = 0.05
-# Share where host memory has no place for the rest: the run has these states on the GPU, or does not begin.
-SHORT_HOST_SHARE = 0.6
-# Share for slots that hide no fetch: 14 GB on a 141 GB card hold all blocks of a 7 B model. On a 24 GB card 2.4 GB hold
-# 15 of the 36 blocks of a 3 B model.
-AUTO_WINDOW_SHARE = 0.10
-# Share of the remaining host memory for undo logs and spare state buffers, or for more gradient buffers. Inputs of
-# blocks may take the same share of what is free later.
 SPARE_HOST_SHARE = 0.5
-# Buffers for each block whose update begins as its gradient arrives: one for three blocks. Where updates take as long
-# as forward and backward together, which is 1.5 backwards, a third of the gradients wait when the backward ends. With
-# 4 buffers for 26 blocks (11 would have waited) 3 B took 0.70 s a step where the GPU computed for 0.57
-# (benchmarks/results/2026-11-25_nvidia-h100_held-out.jsonl).
-RING_SHARE = 1 / 3
+"""Part of the remaining host memory for undo logs and spare state buffers, or for more gradient buffers. Inputs of
+blocks may take the same part of what is free later."""
+
+
+@dataclass(frozen=True)
+class AutomaticShares:
+    """Parts that the plan chooses where the JSON sets no number."""
+
+    gpu_states: float = 0.05
+    """Part of the GPU for optimizer states. On a 141 GB card 5 % covers the vocabulary matrix of a 3 B model and some
+    blocks, on a 24 GB card a block or two; activations need the rest."""
+    gpu_states_where_host_is_short: float = 0.6
+    """The same where host memory has no place for the rest: the run has these states on the GPU, or does not begin."""
+    window: float = 0.10
+    """Part of the GPU for slots that hide no fetch. 14 GB on a 141 GB card hold all blocks of a 7 B model. On a 24 GB
+    card 2.4 GB hold 15 of the 36 blocks of a 3 B model."""
+    ring: float = 1 / 3
+    """Buffers for each block whose update begins as its gradient arrives. Where updates take as long as forward and
+    backward together, which is 1.5 backwards, a third of the gradients wait when the backward ends. With 4 buffers for
+    26 blocks (11 would have waited) 3 B took 0.70 s a step where the GPU computed for 0.57
+    (benchmarks/results/2026-11-25_nvidia-h100_held-out.jsonl)."""
+
+
+AUTOMATIC = AutomaticShares()
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,7 @@ class Plan:
     def rounded_masters(self) -> int:
         """Elements of weights that are masters and are rounded stochastically."""
         rounded = self.units if self.needs.rounds_masters else ()
-        of = [unit.layout for unit in rounded if unit.codec.compresses and unit.low_bytes]
+        of = [unit.layout for unit in rounded if unit.weight_bytes != 4 and masters_of(unit, self.needs)]
         return sum(entry.numel for layout in of for entry in layout.entries)
 
     @property
@@ -268,7 +277,7 @@ def _ring(plan: Plan, budgets: Budgets, needs: Needs) -> int:
     if not needs.ring_grows or not ring.nbytes or plan.placement.on_ssd:
         return 0
     room = needs.ring + _spare_host(plan, budgets) // ring.piece
-    most = min(math.ceil(RING_SHARE * len(streamed(plan.units, plan.placement))), room)
+    most = min(math.ceil(AUTOMATIC.ring * len(streamed(plan.units, plan.placement))), room)
     return most if most > needs.ring else 0
 
 
@@ -290,9 +299,11 @@ def _in_host_memory(plan: Plan, budgets: Budgets) -> int:
 
 def _updated_on_gpu(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> list[int]:
     """Return the units whose states are on the GPU, the most useful first."""
-    chosen = _first_within(_gpu_states_allowance(units, needs, budgets, AUTO_GPU_STATE_SHARE), units, needs)
+    chosen = _first_within(_gpu_states_allowance(units, needs, budgets, AUTOMATIC.gpu_states), units, needs)
     if budgets.gpu_states is None:
-        more = _first_within(_gpu_states_allowance(units, needs, budgets, SHORT_HOST_SHARE), units, needs)
+        more = _first_within(
+            _gpu_states_allowance(units, needs, budgets, AUTOMATIC.gpu_states_where_host_is_short), units, needs
+        )
         while len(chosen) < len(more) and _host_is_short(units, needs, budgets, chosen):
             chosen = more[: len(chosen) + 1]
     return chosen
@@ -313,7 +324,7 @@ def _first_within(left: int, units: Sequence[UnitSize], needs: Needs) -> list[in
     candidates = [
         index
         for index, unit in enumerate(units)
-        if needs.trains and not unit.passing_numel and not unit.codec.compresses
+        if needs.trains and not unit.passing_numel and not masters_of(unit, needs)
     ]
     for index in sorted(candidates, key=lambda index: (not units[index].stays, index)):
         cost = gpu_cost(units[index], needs)
@@ -350,7 +361,7 @@ def _window(units: Sequence[UnitSize], needs: Needs, placement: Placement, budge
     slot = slot_bytes(units, needs, placement)
     if not needs.window_grows or not slot:
         return needs.window
-    share = int(budgets.gpu_total * AUTO_WINDOW_SHARE) - budgets.taken.window
+    share = int(budgets.gpu_total * AUTOMATIC.window) - budgets.taken.window
     room = min(share, budgets.gpu_limit - _gpu_bytes(units, needs, placement))
     more = max(0, min(room // slot, blocks - needs.window))
     if not needs.trains and needs.window + more < blocks:
@@ -367,11 +378,11 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
             source = f"free host memory, in which this accelerator computes ({budgets.host_source}),"
         others = _beside(budgets.taken.gpu) if gpu_limit != budgets.gpu_free else ""
         entries = [each for each in plan.allocations if each.tier == "gpu"]
-        compressed = [unit for unit in plan.units if unit.codec.compresses]
+        compressed = [masters for unit in plan.units if (masters := masters_of(unit, needs))]
         stay = ", or remove ds_slide.compression, whose matrices stay there" if compressed else ""
         if not any(unit.kind == "block" for unit in plan.units):
             stay = f", name layers that can be streamed in ds_slide.blocks (none were found){stay}"
-        if saved := 0 if needs.rounds_masters else sum(unit.low_bytes for unit in compressed):
+        if saved := sum(masters.get("remainder", 0) for masters in compressed):
             stay = f', set ds_slide.compression.master_dtype to "bf16" ({size(saved)} less){stay}'
         raise DoesNotFit(
             "gpu",

@@ -1,15 +1,47 @@
-"""Units whose states may go to spare GPU memory. The engine and its forecast choose among them."""
+"""Units whose states may go to spare GPU memory, and the slots that they leave. The engine and its forecast ask."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ds_slide.plan.allocations import of_promoted, of_unit, total
+import torch
+
+from ds_slide.plan.allocations import of_promoted, of_unit, slot_bytes, streamed, total
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.spare import Movable
+from ds_slide.plan.needs import masters_of
+from ds_slide.plan.spare import Movable, Slots, least_slots
 
 
-def movable_states(plan: Plan, candidates: Iterable[int]) -> list[Movable]:
+def why_fixed(plan: Plan, index: int) -> str | None:
+    """Return why the states of unit `index` stay where they are, as a clause; None where they may move."""
+    unit = plan.units[index]
+    if not plan.needs.trains:
+        return "nothing is updated without an optimizer"
+    if index in plan.placement.on_gpu:
+        return "it was placed on the GPU when the engine was built, and has no place in host memory"
+    if unit.kind == "part":
+        which = "whose gradients are compressed" if masters_of(unit, plan.needs) else "in another data type"
+        return f"it holds a block's parameters {which}"
+    if unit.passing_numel:
+        return "its rows pass through the GPU"
+    if any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs):
+        return "its states are in a short format, which is updated by the CPU"
+    return None
+
+
+def movable_states(plan: Plan) -> list[Movable]:
+    """Return the units in host memory or on SSD whose states may go to the GPU, in the order of their moves."""
+    promoted, units = plan.placement.promoted, enumerate(plan.units)
+    free = (index for index, unit in units if unit.codec.numel and index not in promoted)
+    return _in_order(plan, (index for index in free if why_fixed(plan, index) is None))
+
+
+def promoted_states(plan: Plan) -> list[Movable]:
+    """Return the units whose states have moved to the GPU, in the order of their moves."""
+    return _in_order(plan, plan.placement.promoted)
+
+
+def _in_order(plan: Plan, candidates: Iterable[int]) -> list[Movable]:
     """Return the units with the indices `candidates`, sorted by when their states go to the GPU.
 
     Units on SSD come first: a tenth of their traffic can take the time of all updates in host memory. Then come outer
@@ -31,3 +63,11 @@ def movable_states(plan: Plan, candidates: Iterable[int]) -> list[Movable]:
             candidates, key=lambda index: (index not in placement.on_ssd, not units[index].is_outer, index)
         )
     ]
+
+
+def window_slots(plan: Plan, forwards: int) -> Slots:
+    """Return the slots of the window, which serves `forwards` forwards a step. A size set by the user stays."""
+    placement = plan.placement
+    blocks = len(streamed(plan.units, placement))
+    least, nbytes = least_slots(placement.window, plan.needs), slot_bytes(plan.units, plan.needs, placement)
+    return Slots(min(placement.window, blocks), least, nbytes, blocks, 2 * forwards)

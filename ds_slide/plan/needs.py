@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ds_slide.compression.codec import CHANGE_DTYPE, GradientCodec
+from ds_slide.compression.codec import GradientCodec
 from ds_slide.model.layout import UnitLayout
 from ds_slide.store.state_buffers import StateBufferSpec, optimizer_bytes
 
@@ -35,13 +35,7 @@ class UnitSize:
     @property
     def written_bytes(self) -> int:
         """Bytes that an update writes: one rank's weights, or a change of them."""
-        return self.codec.numel * CHANGE_DTYPE.itemsize if self.codec.compresses else self.share
-
-    @property
-    def low_bytes(self) -> int:
-        """Bytes that complete the weights to exact masters, where both are on the GPU as a whole: the low halves of
-        bf16 weights. An fp32 weight is its own master."""
-        return 0 if self.weight_bytes == 4 else 2 * self.layout.slot_numel
+        return self.codec.written_numel * self.codec.written_itemsize(self.weight_bytes)
 
     @property
     def stays(self) -> bool:
@@ -148,6 +142,12 @@ class Placement:
 def is_held(unit: UnitSize, needs: Needs) -> bool:
     """Whether the unit's gradient waits outside the GPU for the step."""
     return bool(needs.held_bytes if unit.held_bytes is None else unit.held_bytes)
+
+
+def masters_of(unit: UnitSize, needs: Needs) -> Mapping[str, int]:
+    """Bytes of the unit's weights, remainders and projectors on the GPU, where its updates change the weights there;
+    empty for other units."""
+    return unit.codec.masters(unit.weight_bytes, rounded=bool(needs.rounds_masters))
 
 
 def held_bytes(unit: UnitSize, needs: Needs) -> int:

@@ -24,8 +24,6 @@ class Operation:
     """Rows, columns and inner length of a product of matrices; queries, keys and the width of a head of attention."""
 
 
-_LOSS_PASSES = 3
-"""Passes over the logits of a chunk beside its products: read for the losses, read and written for the gradients."""
 _SUM_ROWS = 512
 """The sum of the weight's gradient adds a part of the time of its reads and writes to a chunk's products: this number
 divided by the rows of the chunk. That is a quarter with 2,048 rows, where 0.2 to 0.4 were measured. With 1,024 rows it
@@ -79,7 +77,8 @@ def _loss(
 
     def of_chunk(size: int) -> list[Operation]:
         product = Operation("product", 2 * size * words * width, 0, (size, words, width))
-        read = Operation("other", 0, _LOSS_PASSES * size * words * hidden.element_size())
+        # Beside the products the logits are read for the losses, and read and written for the gradients.
+        read = Operation("other", 0, 3 * size * words * hidden.element_size())
         summed = 2 * 4 * words * width * min(_SUM_ROWS, step) // step
         sums = [Operation("other", 0, summed)] * (need_weight and step < rows)
         return [*[product] * (1 + need_hidden + need_weight), read, *sums]

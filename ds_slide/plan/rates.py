@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ds_slide.errors import SlideError
-from ds_slide.plan.ceilings.figures import Ceilings
+from ds_slide.plan.ceilings import Ceilings
 from ds_slide.plan.operations import Operation
 
 _ATTENTIONS = ("attention", "attention backward")

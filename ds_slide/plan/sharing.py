@@ -15,28 +15,38 @@ from ds_slide.plan.step_model import Change, Step
 MEMORY_RATE = 1e12
 """Bytes a second that an update on the GPU reads and writes, where the rate is not known. It is the rate of a mid-range
 card, so that no state moves for a gain that its own update takes back."""
-LEAST_GAIN = 0.01
-"""Part of a step. A smaller gain is within the noise, and moving states takes a second or two."""
-LEVEL = 0.03
-"""The predicted step may be longer by this part with states in memory that nothing else needs. An update on the
-GPU takes a certain time. The host's work beside it is less well hidden than predicted: 1.5 B took
-0.332 s with the states of 17 blocks in host memory, where 0.282 were expected, and 0.307 with all of them on the GPU
-(benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md)."""
-HEADROOM, HEADROOM_OF_VARYING = 0.25, 1.0
-"""Parts of a batch's need that stay free of states, where states cannot leave when a longer batch begins: all ranks
-would have to move them together, or gradients have been accumulated by then. The first part is for batches of one
-shape. Where batches differ, there is room for a batch twice as long as any so far. Activations, which leave at once,
-may be kept there."""
-RESERVE = 1.0
-"""Part of a batch's need that stays free of states that would make the step no shorter. The same number of tokens with
-more images takes more memory, and the script may load another model."""
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """What a choice leaves out or leaves free, as parts of a step's time or of a batch's need."""
+
+    least_gain: float = 0.01
+    """Part of a step. A smaller gain is within the noise, and moving states takes a second or two."""
+    slowdown: float = 0.03
+    """The predicted step may be longer by this part with states in memory that nothing else needs. An update on the GPU
+    takes a certain time. The host's work beside it is less well hidden than predicted: 1.5 B took 0.332 s with the
+    states of 17 blocks in host memory, where 0.282 were expected, and 0.307 with all of them on the GPU
+    (benchmarks/results/2026-11-23_nvidia-h200_hand-sweep.md)."""
+    headroom: float = 0.25
+    """Part of a batch's need that stays free of states, where states cannot leave when a longer batch begins: all ranks
+    would have to move them together, or gradients have been accumulated by then. Activations, which leave at once, may
+    be kept there. This part is for batches of one shape."""
+    headroom_of_varying: float = 1.0
+    """The same where batches differ: there is room for a batch twice as long as any so far."""
+    reserve: float = 1.0
+    """Part of a batch's need that stays free of states that would make the step no shorter. The same number of tokens
+    with more images takes more memory, and the script may load another model."""
+
+
+TOLERANCES = Tolerances()
 
 
 def for_states(room: float, needed: float, *, tied: bool, varying: bool = False) -> tuple[float, float]:
     """Return `room` and `reserve` of an `Offer`, from `room` bytes beside the `needed` bytes of a batch. `tied`: states
     cannot always leave when a longer batch begins. `varying`: batches have differed."""
-    headroom = (HEADROOM_OF_VARYING if varying else HEADROOM) if tied else 0.0
-    return room - headroom * needed, (RESERVE - headroom) * needed
+    headroom = (TOLERANCES.headroom_of_varying if varying else TOLERANCES.headroom) if tied else 0.0
+    return room - headroom * needed, (TOLERANCES.reserve - headroom) * needed
 
 
 @dataclass(frozen=True)
@@ -81,16 +91,17 @@ class Offer:
 
 def share_out(offer: Offer) -> Choice:
     """Return the choice for an offer. States move where that makes the step shorter by more than its noise. More states
-    then fill the room beyond the reserve, as long as the step becomes no longer than `LEVEL` allows. The activations in
-    the choice are a prediction: each forward decides by the memory that is left in the end."""
+    then fill the room beyond the reserve, as long as the step becomes no longer than `Tolerances.slowdown` allows. The
+    activations in the choice are a prediction: each forward decides by the memory that is left in the end."""
     without, best = choose(replace(offer, states=())), choose(offer)
-    if best.seconds > (1 - LEAST_GAIN) * without.seconds:
+    if best.seconds > (1 - TOLERANCES.least_gain) * without.seconds:
         best = without
     room = offer.room - offer.reserve - best.filling.nbytes
     filled = [
         found
         for moved in _moves(offer)[len(best.states) + 1 :]
-        if (found := _expected(offer, moved, best.filling, room)) and found.seconds <= (1 + LEVEL) * best.seconds
+        if (found := _expected(offer, moved, best.filling, room))
+        and found.seconds <= (1 + TOLERANCES.slowdown) * best.seconds
     ]
     return filled[-1] if filled else best
 

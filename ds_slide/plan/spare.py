@@ -13,20 +13,6 @@ from typing import Protocol
 
 from ds_slide.plan.needs import Needs
 
-MARGIN_SHARE = 1 / 16
-"""Part of the GPU that is left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor of 32
-MiB (8k tokens of a model 2,048 wide) may take a sixteenth more. It cannot always use what lies between two live
-tensors. What differs from step to step without a longer batch (experts that get more tokens) has to fit in here,
-too."""
-MOST_MARGIN_SHARE = 4 * MARGIN_SHARE
-"""The margin's limit, where torch has had to search for room again and again."""
-ROOMY = 1 / 8
-"""Part of the GPU. Where a batch leaves less than this beside the margin, what it keeps can be given up. That costs the
-host some 10 us an operator."""
-ROOMY_FOR_OTHERS = 1 / 4
-"""The same part for evaluations and the first forward of a generation, whose needs are less well known."""
-ROOMY_FOR_TOKENS = 1 / 32
-"""The same part for the later forwards of a generation, of one token each."""
 FRAGMENTATION = 0.2
 """Memory that torch's allocator holds beyond what is allocated, as a part of the activations. Activations kept in spare
 memory do not count: 0.15 to 0.20 (page main_2 of 2026-11-21), 0.9 GB beside 51.7 that were kept
@@ -34,18 +20,38 @@ memory do not count: 0.15 to 0.20 (page main_2 of 2026-11-21), 0.9 GB beside 51.
 GiB in one piece while 2.23 were free (benchmarks/results/2026-11-23_nvidia-h200_choosing.md)."""
 BLOCKS_UNDER_WAY = 2
 """Blocks whose inputs have not yet left the GPU when the last block has computed, where all inputs move."""
-UNMEASURED_SHARE = 1 / 4
-"""Part of the free GPU memory that inputs of blocks may take in the first steps. A block that is recomputed saves 10 to
-30 times its input. So with 36 blocks and a fused loss the rest takes no more than the inputs do, and both together half
-of the memory."""
-LONGER_KEYS = 1.25
-"""The longest dimension, in lengths of a sequence, that is taken for a dimension of tokens. A dimension of a layer may
-be taken for it, too: then more memory is left free than is needed, until a batch of another length is measured."""
 LEAST_AHEAD, MOST_AHEAD = 2, 8
 """Inputs of blocks that are read from SSD ahead of their use. A disk of 3 GB/s reads an input of 67 MB in 22 ms, beside
 15 ms of a block's backward. A disk that is slower than the blocks holds them up with any number."""
 SPARE_SSD_SHARE = 1 / 2
 """Part of a disk's free space that inputs of blocks may take: a checkpoint may have to go there, too."""
+
+
+@dataclass(frozen=True)
+class GpuShares:
+    """Parts of a GPU's memory."""
+
+    margin: float = 1 / 16
+    """Part of the GPU that is left free. Torch takes memory from the driver in steps of 2 MiB, so that a saved tensor
+    of 32 MiB (8k tokens of a model 2,048 wide) may take a sixteenth more. It cannot always use what lies between two
+    live tensors. What differs from step to step without a longer batch (experts that get more tokens) has to fit in
+    here, too."""
+    most_margin: float = 4 * margin
+    """The margin's limit, where torch has had to search for room again and again."""
+    roomy: float = 1 / 8
+    """Part of the GPU. Where a batch leaves less than this beside the margin, what it keeps can be given up. That costs
+    the host some 10 us an operator."""
+    roomy_for_others: float = 1 / 4
+    """The same part for evaluations and the first forward of a generation, whose needs are less well known."""
+    roomy_for_tokens: float = 1 / 32
+    """The same part for the later forwards of a generation, of one token each."""
+    unmeasured: float = 1 / 4
+    """Part of the free GPU memory that inputs of blocks may take in the first steps. A block that is recomputed saves
+    10 to 30 times its input. So with 36 blocks and a fused loss the rest takes no more than the inputs do, and both
+    together half of the memory."""
+
+
+GPU_SHARES = GpuShares()
 
 
 class Handling(Enum):
@@ -70,8 +76,11 @@ class Shape:
 
     def has_square(self, sizes: Sequence[int]) -> bool:
         """Whether a tensor of these sizes may have an element for each pair of tokens of a sequence in a batch of this
-        shape. Probabilities of attention and its mask have. A prefix makes one of the dimensions longer."""
-        return sum(self.length <= size <= LONGER_KEYS * self.length for size in sizes) >= 2
+        shape. Probabilities of attention and its mask have. A prefix makes one of the dimensions longer.
+
+        A dimension of a layer may be taken for a dimension of tokens, too. Then more memory is left free than is
+        needed, until a batch of another length is measured."""
+        return sum(self.length <= size <= 1.25 * self.length for size in sizes) >= 2
 
 
 @dataclass(frozen=True)
@@ -98,15 +107,11 @@ class Measured:
         return self.at(shape) / self.nbytes if self.nbytes else shape.tokens / self.shape.tokens
 
 
-LEAST_APART = 1.25
-"""Least ratio of the tokens of two batches that show which bytes do not grow with tokens."""
-
-
 def fixed_bytes(points: Iterable[tuple[Shape, int]], most: int) -> int:
     """Return the bytes that a batch takes with any number of tokens, from the bytes of two batches: at most `most`, and
-    0 where the batches tell nothing."""
+    0 where the batches tell nothing. The tokens of one are at least 1.25 times those of the other."""
     ordered = sorted(points, key=lambda each: each[0].tokens)
-    if not ordered or ordered[-1][0].tokens < LEAST_APART * ordered[0][0].tokens:
+    if not ordered or ordered[-1][0].tokens < 1.25 * ordered[0][0].tokens:
         return 0
     (few, least), (many, largest) = ordered[0], ordered[-1]
     a_token = max(0.0, (largest - least) / (many.tokens - few.tokens))
@@ -166,13 +171,12 @@ class Slots:
 
 
 NO_SLOTS = Slots(0, 0, 0, 0)
-SPARE_SLOTS = 1
-"""Slots beside the ones that hide a fetch: for a fetch that waits for its block's update while compute goes on."""
 
 
 def least_slots(window: int, needs: Needs) -> int:
-    """Return how many of `window` slots must stay: all of them where the user has set the size."""
-    return min(window, needs.window + SPARE_SLOTS) if needs.window_grows else window
+    """Return how many of `window` slots must stay: all of them where the user has set the size. Otherwise one beside
+    the slots that hide a fetch stays, for a fetch that waits for its block's update while compute goes on."""
+    return min(window, needs.window + 1) if needs.window_grows else window
 
 
 def spare_bytes(free: float, needed: float, margin: float) -> float:
@@ -255,7 +259,7 @@ def buffers_for(ahead: int) -> int:
 def moves_unmeasured(nbytes: int, free: float) -> bool:
     """Whether inputs of blocks wait in host memory before a batch's other needs are known. `nbytes`: bytes of all
     inputs. `free`: bytes of the GPU."""
-    return nbytes > UNMEASURED_SHARE * free
+    return nbytes > GPU_SHARES.unmeasured * free
 
 
 def given_back(missing: float, claimed: Sequence[Movable], slots: Slots = NO_SLOTS) -> frozenset[int]:

@@ -28,9 +28,6 @@ _REQUESTS = {
 # The part of the text that differs between two waits of one kind, beside the unit.
 _NUMBERED = re.compile(r"part \d+ of \d+ of |collective \d+ of rank \d+: ")
 
-SMALLEST_SHARE = 0.001
-"""Least part of the step that a wait needs to be named."""
-
 Span = tuple[float, float]
 
 
@@ -117,7 +114,7 @@ def largest_waits(step: RecordedStep, count: int = 3) -> list[LargestWait]:
         units = dict(sorted(by_unit.items(), key=lambda item: -item[1]))
         seconds = sum(units.values())
         waits.append(LargestWait(waiter, what, phase, seconds, {} if "" in units else units))
-    worth_saying = [wait for wait in waits if wait.seconds >= SMALLEST_SHARE * step.seconds]
+    worth_saying = [wait for wait in waits if wait.seconds >= 0.001 * step.seconds]
     return sorted(worth_saying, key=lambda wait: -wait.seconds)[:count]
 
 

@@ -15,14 +15,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BACKGROUND = "#f1f3f4"
-ROW_INCHES, TITLE_INCHES, LINE_INCHES = 0.3, 0.4, 0.2
-"""Heights of a lane's row, of a panel's title, and of a line of the legend or the caption."""
-LEGEND_COLUMNS = 4
-CHARACTER = 0.055
-"""Mean width of a label's character in inches."""
-LABEL_POINTS = 7
-STRIPE = 0.15
-"""Height of the stripe along a bar's upper edge; a row is 1 high and a bar 0.8."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes in inches, except where another unit is named. A row is 1 high, and a bar in it 0.8."""
+
+    row: float = 0.3
+    title: float = 0.4
+    line: float = 0.2
+    """A line of the legend or the caption."""
+    character: float = 0.055
+    """The mean width of a label's character."""
+    label_points: int = 7
+    legend_columns: int = 4
+    stripe: float = 0.15
+    """The stripe along a bar's upper edge, as a part of a row."""
+
+
+SIZES = Sizes()
 
 
 @dataclass(frozen=True)
@@ -88,8 +99,8 @@ def steps_side_by_side(
     """Draw a panel for each step, with a row for each lane, on one scale of time. `legend`: (colour, its meaning).
     `caption`: lines at the bottom. `width`: inches."""
     rows = [len(panel.rows) for panel in panels]
-    lines = len(caption) + (len(legend) - 1) // LEGEND_COLUMNS + 3
-    figure = new_figure(width, sum(rows) * ROW_INCHES + len(rows) * TITLE_INCHES + lines * LINE_INCHES)
+    lines = len(caption) + (len(legend) - 1) // SIZES.legend_columns + 3
+    figure = new_figure(width, sum(rows) * SIZES.row + len(rows) * SIZES.title + lines * SIZES.line)
     from matplotlib.patches import Patch
 
     longest = max([bar.end for panel in panels for bar in panel.bars] + [panel.end for panel in panels])
@@ -100,7 +111,7 @@ def steps_side_by_side(
     figure.legend(
         handles=[Patch(color=colour, label=name) for colour, name in legend],
         loc="outside upper left",
-        ncols=LEGEND_COLUMNS,
+        ncols=SIZES.legend_columns,
         frameon=False,
         fontsize=8,
     )
@@ -117,7 +128,7 @@ def _draw(axes: Axes, panel: Panel, longest: float, inches_a_second: float) -> N
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
     for number in place.values():
-        _rectangle(axes, 0, number, longest, BACKGROUND)
+        _rectangle(axes, number, (0, longest), BACKGROUND)
     for bar in panel.bars:
         if bar.row in place:
             _draw_bar(axes, bar, place[bar.row], inches_a_second)
@@ -126,17 +137,19 @@ def _draw(axes: Axes, panel: Panel, longest: float, inches_a_second: float) -> N
 
 def _draw_bar(axes: Axes, bar: Bar, row: int, inches_a_second: float) -> None:
     begin = max(bar.begin, 0.0)  # work that was under way when the step began
-    _rectangle(axes, begin, row, bar.end - begin, bar.fill, gid=f"title: {bar.title}" if bar.title else None)
+    span = (begin, bar.end - begin)
+    _rectangle(axes, row, span, bar.fill, gid=f"title: {bar.title}" if bar.title else None)
     if bar.stripe:
-        _rectangle(axes, begin, row, bar.end - begin, bar.stripe, height=STRIPE)
+        _rectangle(axes, row, span, bar.stripe, height=SIZES.stripe)
     room = (bar.end - begin) * inches_a_second
-    label = next((label for label in bar.labels if room > len(label) * CHARACTER + 0.06), None)
+    label = next((label for label in bar.labels if room > len(label) * SIZES.character + 0.06), None)
     if label is not None:
         middle = (begin + bar.end) / 2
-        axes.text(middle, row, label, ha="center", va="center", fontsize=LABEL_POINTS, parse_math=False)
+        axes.text(middle, row, label, ha="center", va="center", fontsize=SIZES.label_points, parse_math=False)
 
 
-def _rectangle(axes: Axes, begin: float, row: int, width: float, colour: str, height: float = 0.8, **more: Any) -> None:
+def _rectangle(axes: Axes, row: int, span: tuple[float, float], colour: str, height: float = 0.8, **more: Any) -> None:
+    """Draw a part of a row. `span`: (begin, width) in seconds."""
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((begin, row - 0.4), width, height, color=colour, linewidth=0, **more))
+    axes.add_patch(Rectangle((span[0], row - 0.4), span[1], height, color=colour, linewidth=0, **more))

@@ -11,6 +11,8 @@ import logging
 import sys
 from typing import Any, TextIO
 
+from ds_slide import __version__
+
 log = logging.getLogger("ds_slide")
 
 FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"
@@ -47,7 +49,6 @@ def size(nbytes: float) -> str:
 
 
 def start_line(
-    version: str,
     memory: dict[str, int],
     *,
     ranks: int,
@@ -63,7 +64,7 @@ def start_line(
     if memory["rounded_masters"]:
         rounded = f", masters of {memory['rounded_masters']:,} parameters in bf16, rounded stochastically"
     return (
-        f"DS-Slide {version}: {parameters:,} parameters in {blocks} blocks and the modules outside them, "
+        f"DS-Slide {__version__}: {parameters:,} parameters in {blocks} blocks and the modules outside them, "
         f"window of {memory['slots']} slots ({size(memory['window_bytes'])}); states: "
         f"{size(memory['gpu_state_bytes'])} on the GPU, {size(memory['host_state_bytes'])} in host memory, "
         f"{size(memory['ssd_bytes'])} on SSD{rounded}; ranks: {ranks}; {_UPDATES[deferred]}; kernels: {replaced}"

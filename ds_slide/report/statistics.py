@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +27,6 @@ SSD = "ssd"
 """The lane of the disk; reads and writes share the disk, so they are one lane."""
 SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked_s")
 """Totals of the store since its start; the last two only with checksums."""
-SECONDS_A_DAY = 86_400
 
 
 class Streams(Protocol):
@@ -148,6 +147,14 @@ class StepStatistics:
         return self.bound_s / self.step_s if self.step_s > 0 else 0.0
 
 
+class CountingStore(Protocol):
+    """The part of an SSD store that counts."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return totals since its start (read_bytes, written_bytes, busy_s), and settings."""
+        ...
+
+
 class StepRecorder:
     """Statistics of the lanes for every optimizer step, taken when the step ends.
 
@@ -168,7 +175,7 @@ class StepRecorder:
         self._trace, self._rank = trace, rank
         self._clock: Clock | None = None
         self._last_end: float | None = None
-        self._ssd: Callable[[], dict[str, Any]] | None = None
+        self._ssd: CountingStore | None = None
         self._ssd_before: dict[str, Any] = {}
         self.latest: StepStatistics | None = None
 
@@ -179,20 +186,19 @@ class StepRecorder:
         yield
         self.stall.add_interval(before, self._device.mark(timed=True), label=(what, -1))
 
-    def watch_ssd(self, statistics: Callable[[], dict[str, Any]]) -> None:
-        """Count the disk, too. `statistics`: totals of the store since its start (read_bytes, written_bytes, busy_s,
-        and settings)."""
-        self._ssd = statistics
-        self._ssd_before = statistics()
+    def watch_ssd(self, store: CountingStore) -> None:
+        """Count the disk, too."""
+        self._ssd = store
+        self._ssd_before = store.statistics()
 
     def _ssd_step(self, wall: float) -> dict[str, Any]:
         if self._ssd is None:
             return {}
-        before, now = self._ssd_before, self._ssd()
+        before, now = self._ssd_before, self._ssd.statistics()
         self._ssd_before = now
         step = {**now, **{key: now[key] - before[key] for key in SSD_TOTALS if key in now}}
         step["written_total_bytes"] = now["written_bytes"]
-        step["written_tb_per_day"] = step["written_bytes"] / wall * SECONDS_A_DAY / 1e12 if wall > 0 else 0.0
+        step["written_tb_per_day"] = step["written_bytes"] / wall * 86_400 / 1e12 if wall > 0 else 0.0
         return step
 
     def end_step(self, step: int) -> StepStatistics | None:

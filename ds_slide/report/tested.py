@@ -1,4 +1,4 @@
-"""The packages beside DS-Slide: the versions that it accepts, and the versions of its tests.
+"""The packages beside DS-Slide: the versions that it accepts, the versions of its tests, and those that are here.
 
 tests/cli compares this with pyproject.toml, requirements/ and tests/clients.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,19 @@ TESTED: Mapping[str, Tested] = {
     "trl": Tested("1.16.0"),
     "peft": Tested("0.21.2"),
 }
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a package; None where it is missing."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, dict[str, str | None]]:
+    """Return the installed, tested and accepted versions by package."""
+    return {
+        name: {"installed": installed_version(name), "tested": tested.version, "accepted": tested.accepted}
+        for name, tested in TESTED.items()
+    }

@@ -286,11 +286,11 @@ class Trace:
                     start, stop = clock.of(raw.begin), clock.of(raw.end)
                     if start >= end:  # the event belongs to a step that has not ended
                         continue
-                    yield self._event(step, name, raw.label, start - begin, stop - begin, raw.nbytes)
+                    yield self._event(step, name, _Raw(raw.label, start - begin, stop - begin, raw.nbytes))
             holes = [(start, stop) for start, stop, _ in _within(stalls, begin, end)]
             for at, until, label in self._computed(points, begin, end):
                 for start, stop in _without(at, until, holes):
-                    yield self._event(step, COMPUTE, label, start - begin, stop - begin, 0)
+                    yield self._event(step, COMPUTE, _Raw(label, start - begin, stop - begin))
 
     def waits(self, clock: Clock, host: Waits) -> Iterator[Wait]:
         """Yield the waits of every step and row. Waits of one row do not overlap, except for a wait inside another wait
@@ -342,10 +342,12 @@ class Trace:
             inside = label
         yield at, end, inside
 
-    def _event(self, step: int, lane: str, label: Label, begin: float, end: float, nbytes: int) -> Event:
-        what, order = label
+    def _event(self, step: int, lane: str, raw: _Raw) -> Event:
+        """Return the event of `raw`, whose begin and end are seconds from the begin of the step."""
+        what, order = raw.label
         unit = self.units[order] if order >= 0 else ""
-        return Event(step, lane, what or BETWEEN, unit, begin, end, nbytes)
+        assert isinstance(raw.begin, float) and isinstance(raw.end, float)
+        return Event(step, lane, what or BETWEEN, unit, raw.begin, raw.end, raw.nbytes)
 
 
 def _name(label: Label, units: Sequence[str]) -> str:

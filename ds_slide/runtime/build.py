@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ds_slide.config.trace_file import trace_request
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.allocations import (
     BLOCK_RING,
@@ -26,8 +25,8 @@ from ds_slide.plan.allocations import (
     row_gradients_of,
     rows_of,
 )
+from ds_slide.plan.host_room import local_ranks
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
@@ -197,7 +196,7 @@ def _trace(blueprint: Blueprint) -> Trace | None:
     """Return the trace of the steps that the settings choose, with a file for every rank. Without an optimizer there
     are no steps, and the file belongs to the engine that trains with the same JSON."""
     settings, ranks = blueprint.settings, blueprint.ranks
-    request = trace_request(settings.slide.trace) if settings.trains else None
+    request = settings.slide.trace.request() if settings.trains else None
     if request is None:
         return None
     names = [unit_plan.spec.name for unit_plan in blueprint.unit_plans]
@@ -234,7 +233,7 @@ def _parts(module: nn.Module, context: Context, units: list[Unit], ssd: SsdState
     shared, allocator = context.shared, context.allocator
     if ssd is not None:
         provide_buffers(context, ssd)
-        context.recorder.watch_ssd(ssd.store.statistics)
+        context.recorder.watch_ssd(ssd.store)
     # Weights are uploaded into slots of the window, or into buffers that stay on the GPU.
     uploads = Uploads({} if shared is None else shared.parts, _scratch(context, UPLOADED), device, failures)
     streamed = [unit for unit in units if unit.is_streamed]

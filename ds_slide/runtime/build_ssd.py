@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ds_slide.plan.allocations import CHECKSUMS, CHUNK_BUFFERS, GRADIENT_BUFFER, WEIGHT_BUFFERS, state_buffer_of, total
-from ds_slide.plan.probe.local_ranks import local_ranks
+from ds_slide.plan.host_room import local_ranks
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.pool import BufferPool
 from ds_slide.runtime.core.settings import UnitPlan

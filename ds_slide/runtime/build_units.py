@@ -12,7 +12,6 @@ from ds_slide.optim.reference import encode_split
 from ds_slide.plan.allocations import (
     CHANGES,
     COMPRESSING,
-    projectors_of,
     spare_buffer_of,
     state_buffer_of,
     undo_log_of,
@@ -154,7 +153,7 @@ def begin_codecs(context: Context, unit_plans: Sequence[UnitPlan]) -> None:
     encoding, applying = allocator.tensor(COMPRESSING, torch.uint8), allocator.tensor(CHANGES, CHANGE_DTYPE)
     for unit_plan in unit_plans:
         if isinstance(unit_plan.codec, Lsp):
-            allocator.begun(projectors_of(unit_plan.spec.name))
+            allocator.begun(state_buffer_of(unit_plan.spec.name, "projectors"))
             unit_plan.codec.begin(context.device.torch, encoding, applying)
 
 

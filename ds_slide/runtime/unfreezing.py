@@ -28,9 +28,8 @@ from ds_slide.plan.allocations import (
     of_unit,
     state_buffer_of,
 )
+from ds_slide.plan.host_room import host_room, local_ranks
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.probe.host_room import host_room
-from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.log import size
 from ds_slide.runtime.build import make_stagings
 from ds_slide.runtime.core import running

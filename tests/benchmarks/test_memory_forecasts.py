@@ -9,7 +9,7 @@ import plan_check
 
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
-from ds_slide.plan.ceilings.figures import read_ceilings
+from ds_slide.plan.ceilings import read_ceilings
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE.parents[1] / "benchmarks/results/2026-11-26_nvidia-h100_forecast.jsonl"

@@ -9,7 +9,7 @@ import pytest
 from settings import Setting
 
 from ds_slide.cli.planning.planner import Planner
-from ds_slide.plan.ceilings.figures import read_ceilings
+from ds_slide.plan.ceilings import read_ceilings
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = {"GPU peak": 0.016, "host peak": 0.03, "step": 0.13}

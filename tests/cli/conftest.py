@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_slide.cli.main import main
+from ds_slide.cli.__main__ import main
 
 
 @dataclass(frozen=True)

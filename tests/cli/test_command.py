@@ -12,7 +12,7 @@ import pytest
 from setuptools.config.pyprojecttoml import load_file
 
 from ds_slide import __version__, _native
-from ds_slide.cli.main import main
+from ds_slide.cli.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,7 @@ def test_help_comes_without_torch(arguments: tuple[str, ...]) -> None:
     found = run("-X", "importtime", "-m", "ds_slide.cli", *arguments)
     assert found.returncode == 0 and found.stdout.startswith("usage: ds-slide") and "--version" in found.stdout
     imported = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
-    assert "ds_slide.cli.main" in imported and not {"torch", "deepspeed", "ds_slide._native"} & imported
+    assert "ds_slide.cli.trace" in imported and not {"torch", "deepspeed", "ds_slide._native"} & imported
 
 
 def test_an_unknown_option_is_refused() -> None:

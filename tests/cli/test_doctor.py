@@ -13,11 +13,10 @@ import pytest
 from packaging.requirements import Requirement
 from setuptools.config.pyprojecttoml import load_file
 
-from ds_slide.cli.doctor import cache
-from ds_slide.cli.doctor.state import package
+from ds_slide.cli.doctor import ceilings
+from ds_slide.cli.doctor.command import package
 from ds_slide.errors import SlideError
-from ds_slide.plan.ceilings import measure
-from ds_slide.plan.ceilings.figures import Ceilings, DiskCeilings, preset_names, read_ceilings
+from ds_slide.plan.ceilings import Ceilings, DiskCeilings, preset_names, read_ceilings
 from ds_slide.report import tested
 from ds_slide.report.tested import TESTED
 
@@ -51,9 +50,9 @@ def test_it_measures_this_machine_once(
     def measured(*_: Any, **__: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(measure, "cpu_ceilings", measured)
-    monkeypatch.setattr(measure, "disk_ceilings", measured)
-    monkeypatch.setattr(cache, "measure_process", measured)
+    monkeypatch.setattr(ceilings, "_cpu_ceilings", measured)
+    monkeypatch.setattr(ceilings, "_disk_ceilings", measured)
+    monkeypatch.setattr(ceilings, "measure_process", measured)
     again = ds_slide("doctor", "--json", "--path", tmp_path)
     assert again.answer["ceilings"] == answer["ceilings"]
     with pytest.raises(AssertionError, match="measured again"):
@@ -75,31 +74,31 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
         assert (ran.code, ran.answer["can_run"]) == (0, True)
         return ran.answer["ceilings"]["process_bytes"], finding
 
-    before = cache.of_this_machine()
+    before, _ = ceilings.of_this_machine()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "measure_process", process)
-    monkeypatch.setattr(measure, "cpu_ceilings", lambda *_, **__: before.cpu)
+    monkeypatch.setattr(ceilings, "measure_process", process)
+    monkeypatch.setattr(ceilings, "_cpu_ceilings", lambda *_, **__: before.cpu)
     disk = {"read_gb_s": 1, "write_gb_s": 1, "mixed_gb_s": 1, "direct": True, "backend": "threads"}
     found = DiskCeilings(path=str(tmp_path), **disk)
-    monkeypatch.setattr(measure, "disk_ceilings", lambda _: found)
+    monkeypatch.setattr(ceilings, "_disk_ceilings", lambda _: found)
 
     fails = True
     nbytes, finding = told()
     assert nbytes is None and finding["state"] == "not measured (ImportError: no such luck)" and finding["advice"]
     # A plan does not pay for it again, and doctor does, for who has mended it.
     fails = False
-    assert cache.of_this_machine().process_bytes is None
+    assert ceilings.of_this_machine()[0].process_bytes is None
     nbytes, finding = told()
     assert nbytes == 345_000_000 and finding["state"].startswith("0.34 GB") and not finding["advice"]
-    assert cache.of_this_machine().process_bytes == 345_000_000
+    assert ceilings.of_this_machine()[0].process_bytes == 345_000_000
 
     # A file of before is read without what it has of the host's time.
-    (file,) = cache.folder().iterdir()
+    (file,) = ceilings.folder().iterdir()
     kept = json.loads(file.read_text())
     kept["ceilings"]["engine_operation_s"] = 7e-5
     file.write_text(json.dumps(kept))
-    monkeypatch.setattr(cache, "measure_process", lambda **_: 456_000_000)
-    assert cache.of_this_machine().process_bytes == 345_000_000
+    monkeypatch.setattr(ceilings, "measure_process", lambda **_: 456_000_000)
+    assert ceilings.of_this_machine()[0].process_bytes == 345_000_000
 
     monkeypatch.setattr("ds_slide.cli.doctor.command.installed_version", lambda _: None)
     assert "without transformers, which is not installed" in told()[1]["state"]
@@ -107,9 +106,9 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
 
 @pytest.mark.parametrize("package", ["transformers", "deepspeed"])
 def test_other_versions_of_the_libraries_are_measured_again(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cache.machine_key()
-    monkeypatch.setattr(cache, "installed_version", lambda name: "0.1" if name == package else before[name])
-    assert cache.machine_key() == {**before, package: "0.1"} != before
+    before = ceilings.machine_key()
+    monkeypatch.setattr(ceilings, "installed_version", lambda name: "0.1" if name == package else before[name])
+    assert ceilings.machine_key() == {**before, package: "0.1"} != before
 
 
 def test_a_file_of_doctor_are_ceilings(ds_slide: Callable[..., Any], tmp_path: Path) -> None:
@@ -147,7 +146,7 @@ def test_what_is_said_of_versions(installed: str | None, fatal: bool, advice: st
 def test_without_what_it_needs_ds_slide_cannot_run(
     ds_slide: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_slide.cli.doctor.state.TESTED", {"no-such-package": tested.Tested("1", needed=True)})
+    monkeypatch.setattr("ds_slide.cli.doctor.command.TESTED", {"no-such-package": tested.Tested("1", needed=True)})
     ran = ds_slide("doctor", "--json")
     assert ran.code == 1 and ran.answer["can_run"] is False and ran.answer["ceilings"] is None
 

@@ -13,7 +13,7 @@ from ds_slide.cli.planning import planner as planner_module
 from ds_slide.cli.planning.model import ModelShape
 from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.cli.planning.steady import Decision, Question, decide
-from ds_slide.plan.ceilings.figures import read_ceilings
+from ds_slide.plan.ceilings import read_ceilings
 from ds_slide.plan.forecast import Forecast, Room
 from ds_slide.plan.keeping import Kept
 from ds_slide.plan.mixtures import Mixture

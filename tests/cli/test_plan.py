@@ -13,8 +13,8 @@ import pytest
 import ds_slide as package
 from ds_slide.cli.planning.output import as_text
 from ds_slide.config import format_bytes, parse_bytes
-from ds_slide.plan.ceilings.figures import read_ceilings
-from ds_slide.plan.forecast import ENGINE_BYTES, PROCESS_BYTES, PYTHON_BYTES, PYTHON_ENGINE_BYTES
+from ds_slide.plan.ceilings import read_ceilings
+from ds_slide.plan.forecast import ON_HOST, WITH_CUDA
 
 CEILINGS = Path(package.__file__).parent / "configs" / "ceilings"
 SMALL = ("--model", "tiny", "--seq", "512")
@@ -230,12 +230,12 @@ def test_the_process_is_as_large_as_the_ceilings_say(
         return ran.answer["tiers"]["host"]["entries"]["processes"]
 
     measured = {"process_bytes": 700_000_000}
-    assert processes(preset, *ROOM) == PROCESS_BYTES + ENGINE_BYTES
-    assert processes(preset | measured, *ROOM) == 700_000_000 + ENGINE_BYTES
-    assert processes(preset | measured, *ROOM, "--ranks", "2") == 2 * (700_000_000 + ENGINE_BYTES)
+    assert processes(preset, *ROOM) == WITH_CUDA.before + WITH_CUDA.engine
+    assert processes(preset | measured, *ROOM) == 700_000_000 + WITH_CUDA.engine
+    assert processes(preset | measured, *ROOM, "--ranks", "2") == 2 * (700_000_000 + WITH_CUDA.engine)
     host = ("--host-memory", "4GiB")
-    assert processes(here, *host) == PYTHON_BYTES + PYTHON_ENGINE_BYTES
-    assert processes(here | measured, *host) == 700_000_000 + PYTHON_ENGINE_BYTES
+    assert processes(here, *host) == ON_HOST.before + ON_HOST.engine
+    assert processes(here | measured, *host) == 700_000_000 + ON_HOST.engine
 
 
 def test_a_process_without_a_gpu_is_none_with_one() -> None:

@@ -19,6 +19,7 @@ from ds_slide.plan.forecast import CONTEXT_BYTES, WORKSPACE_BYTES, Room
 from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import Mixture
+from ds_slide.plan.movable import movable_states, window_slots
 from ds_slide.plan.needs import Needs, Placement, UnitSize
 from ds_slide.plan.spare import Movable, Slots
 from ds_slide.plan.step_model import Schedules, Step
@@ -56,7 +57,9 @@ class Steps:
 
 
 def asked(plan: Plan, spare: steady.Spare, blocks: Sequence[Keepable] = (), **others: Any) -> steady.Question:
-    return steady.Question(plan, spare, blocks, **{"forecaster": Steps(), "moves_states": True, "passes": 2, **others})
+    return steady.Question(
+        plan, spare, blocks, **{"forecaster": Steps(), "moves_states": True, "forwards": 1, **others}
+    )
 
 
 class Engine:
@@ -86,14 +89,14 @@ class Engine:
     def release_cached(self) -> None: ...
 
     def movable(self) -> Sequence[Movable]:
-        return steady._movable(self.plan)
+        return movable_states(self.plan)
 
     def promoted(self) -> Sequence[Movable]:
         there = self.plan.placement.promoted
         return [Movable(index, 1, 0.1) for index in sorted(there)]
 
     def slots(self, forwards: int) -> Slots:
-        return steady.window_slots(self.plan, 2 * forwards)
+        return window_slots(self.plan, forwards)
 
     def may_park(self) -> bool:
         return False
@@ -178,7 +181,7 @@ def test_a_limit_of_the_allocator_leaves_the_context_out() -> None:
 def test_the_engine_decides_the_same(forwards: int, window_grows: bool, limit: int | None, total: int) -> None:
     plan = made(window_grows=window_grows)
     spare = steady.Spare(Room(total, 1 << 40), NEEDED, limit, tied=forwards > 1)
-    predicted = steady.decide(asked(plan, spare, passes=2 * forwards)).plan
+    predicted = steady.decide(asked(plan, spare, forwards=forwards)).plan
     decided = run(Engine(plan, total), forwards, limit)
     assert predicted.placement == decided.placement
     # In the least memory the headroom of an accumulation takes all that there is, and in the most all units fit.

@@ -10,9 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from ds_slide.compression.codec import Gradients, Identity
+from ds_slide.compression.codec import Gradients, Identity, square_sum
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
-from ds_slide.optim.square_sum import square_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(3, 17), (64,), (5,), (2, 3, 11), (128,)]

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -165,7 +166,7 @@ def main(target: Path) -> None:
     limit = LIMIT - needed - SLACK
     results: dict[str, Any] = {}
     # A small model leaves much of any GPU free: without this the engine would see no need to watch.
-    with patch.object(shortage, "ROOMY", 10):
+    with patch.object(shortage, "GPU_SHARES", replace(shortage.GPU_SHARES, roomy=10)):
         for states in (0, "auto"):
             for place, step, name in [("", 0, ""), *CASES]:
                 begin = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,8 @@ import ds_slide.report
 import ds_slide.runtime
 import ds_slide.store
 from ds_slide import _native
-from ds_slide.optim.rule import Part
+from ds_slide.optim.cpu import NOTHING_BESIDE, Beside
+from ds_slide.optim.rule import Elements, Part
 from ds_slide.runtime.core.clients import AS_THEY_ARE
 from liveness import stand_ins, weights
 from liveness.disk import Disk
@@ -49,18 +50,15 @@ class Updater:
 
     def update_(
         self,
-        weight: torch.Tensor,
-        remainder: torch.Tensor | None,
-        states: Sequence[torch.Tensor],
-        grad: torch.Tensor,
+        elements: Elements,
         hyper: Any,
         grad_scale: float = 1.0,
+        *,
         part: Part = "whole",
-        new_weight: torch.Tensor | None = None,
-        slices: torch.Tensor | None = None,
-        **_others: Any,
+        beside: Beside = NOTHING_BESIDE,
     ) -> None:
         assert self._has_threads
+        (weight, remainder, states, grad, *_), (new_weight, *_, slices) = elements, beside
         exp_avg, exp_avg_sq = states
         written = [each for each in (weight, remainder, *states) if each is not None]
         if part == "rest":

@@ -10,7 +10,8 @@ import two_ranks
 from torch import nn
 from two_ranks import RANKS
 
-from ds_slide.model import ParameterInfo, build_layout, find_structure, parameter_numel, parameter_shape, piece
+from ds_slide.model.layout import ParameterInfo, build_layout, piece
+from ds_slide.model.structure import find_structure, parameter_numel, parameter_shape
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.reference import decode_split, encode_split
+from ds_slide.optim.rule import Elements
 
 STEPS = 100
 NUMEL = 20000
@@ -47,7 +48,7 @@ def test_hundred_steps_beside_torch(adam_w_mode: bool, split: bool) -> None:
         expected.grad = grad.float()
         optimizer.step()
         hyper = AdamWHyper.from_param_group(optimizer.param_groups[0], step=step, adam_w_mode=adam_w_mode)
-        updater.update_(weight, remainder, (exp_avg, exp_avg_sq), grad, hyper)
+        updater.update_(Elements(weight, remainder, (exp_avg, exp_avg_sq), grad), hyper)
 
     master = decode_split(weight, remainder) if split else weight
     assert ((start - master).abs() > 10 * tolerance(master)).float().mean() > 0.9, "the weights must have moved"

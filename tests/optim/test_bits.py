@@ -90,14 +90,14 @@ def test_threads_and_chunks_change_nothing(hyper: Hyper, state: str) -> None:
         updater, expected = CpuUpdater(threads), random_unit(hyper, numel, weight_format, state)
         whole, chunks = expected.clone(), expected.clone()
         reference(expected, hyper, 0.5, first=base)
-        updater.update_(*whole.arguments(), hyper, 0.5, scales=whole.scales, seed=SEED, first=base)
+        updater.update_(whole.elements(seed=SEED, first=base), hyper, 0.5)
         assert_same_bits(whole, expected)
         for number, (start, stop) in enumerate(itertools.pairwise([0, 64, 1024, 3328, 20032, numel])):
             part = chunks.chunk(start, stop)
             if number % 2:
                 reference(part, hyper, 0.5, first=base + start)
             else:
-                updater.update_(*part.arguments(), hyper, 0.5, scales=part.scales, seed=SEED, first=base + start)
+                updater.update_(part.elements(seed=SEED, first=base + start), hyper, 0.5)
         assert_same_bits(chunks, expected)
 
 
@@ -117,7 +117,7 @@ def test_the_reference_works_in_chunks(monkeypatch: pytest.MonkeyPatch, state: s
     whole = random_unit(ADAMW, 5000, state_format=state)
     chunked = whole.clone()
     reference(whole, ADAMW)
-    monkeypatch.setattr("ds_slide.optim.reference._CHUNK", 960)
+    monkeypatch.setattr("ds_slide.optim.reference.CHUNK", 960)
     reference(chunked, ADAMW)
     assert_same_bits(chunked, whole)
 

@@ -8,6 +8,7 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.optim.rule import Elements
 
 HYPER = AdamWHyper(lr=1e-2, weight_decay=0.1, step=2)
 
@@ -51,7 +52,7 @@ def test_wrong_tensors_are_named(updater, change, words):
     tensors |= change
     moments = [tensors.pop("exp_avg"), tensors.pop("exp_avg_sq")]
     with pytest.raises(SlideError, match=words):
-        updater.update_(**tensors, states=moments, hyper=HYPER)
+        updater.update_(Elements(**tensors, states=moments), HYPER)
 
 
 def test_accumulate_refuses_other_dtypes(updater):

@@ -93,7 +93,7 @@ def test_wrong_tensors_are_named(change, words):
     first = named.pop("first", 0)
     own.states, scales = [named["exp_avg"], named["exp_avg_sq"]], [named["exp_avg_scale"], named["exp_avg_sq_scale"]]
     with pytest.raises(SlideError, match=words):
-        CpuUpdater(1).update_(*own.arguments(), HYPER, scales=scales, first=first)
+        CpuUpdater(1).update_(own.elements(first=first)._replace(scales=scales), HYPER)
 
 
 def test_the_binding_checks_its_arguments(workers):

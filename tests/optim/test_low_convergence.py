@@ -11,6 +11,7 @@ from torch import nn
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32, to_fp32
+from ds_slide.optim.rule import Elements
 
 VOCABULARY, LENGTH, BATCH, WIDTH, STEPS = 24, 24, 24, 48, 240
 
@@ -26,7 +27,7 @@ class Moments:
 
     def step(self, weight: torch.Tensor, grad: torch.Tensor, hyper: AdamWHyper) -> None:
         moments = (self.exp_avg, self.exp_avg_sq)
-        self.updater.update_(weight, None, moments, grad, hyper, scales=self.scales, seed=11)
+        self.updater.update_(Elements(weight, None, moments, grad, self.scales, seed=11), hyper)
 
     @property
     def second(self) -> torch.Tensor:

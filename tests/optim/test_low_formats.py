@@ -12,6 +12,7 @@ from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32, least_level, to_fp32
 from ds_slide.optim.rounding import random_bits, round_8bit, round_bf16
+from ds_slide.optim.rule import Elements
 
 SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["exp_avg", "exp_avg_sq"])
 
@@ -157,7 +158,7 @@ def test_zero_gradients_decay_the_moments_and_nothing_else(state):
     for step in range(1, 51):
         hyper = AdamWHyper(lr=0.0, betas=(0.9, 0.99), step=step)
         moments, scales = (exp_avg, exp_avg_sq), (m_scale, v_scale)
-        CpuUpdater(1).update_(weight, None, moments, torch.zeros(numel), hyper, scales=scales, seed=3)
+        CpuUpdater(1).update_(Elements(weight, None, moments, torch.zeros(numel), scales, seed=3), hyper)
     assert not weight.any()
     ends = [to_fp32(exp_avg, m_scale, signed=True), to_fp32(exp_avg_sq, v_scale, signed=False)]
     for begin, end, beta in zip(start, ends, (0.9, 0.99), strict=True):
@@ -166,7 +167,7 @@ def test_zero_gradients_decay_the_moments_and_nothing_else(state):
             torch.testing.assert_close(end, begin * beta**50, rtol=1e-5, atol=0)
     fresh = [torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)]
     scales = [None if each is None else torch.zeros_like(each) for each in (m_scale, v_scale)]
-    CpuUpdater(1).update_(weight, None, fresh, torch.zeros(numel), AdamWHyper(lr=1.0), scales=scales)
+    CpuUpdater(1).update_(Elements(weight, None, fresh, torch.zeros(numel), scales), AdamWHyper(lr=1.0))
     assert not any(each.any() for each in (weight, *fresh, *(s for s in scales if s is not None)))
 
 
@@ -192,7 +193,7 @@ def test_no_step_is_long_however_gradients_spread_in_a_group(state, betas):
             grad = torch.randn(numel, generator=noise) * magnitude * burst
             before = weight.clone()
             hyper = AdamWHyper(lr=lr, betas=betas, eps=1e-30, step=step)
-            updater.update_(weight, None, moments, grad, hyper, scales=scales, seed=4)
+            updater.update_(Elements(weight, None, moments, grad, scales, seed=4), hyper)
             longest[name] = max(longest[name], (weight - before).abs().max().item())
     assert longest[state] <= 1.5 * longest["fp32"]
 

@@ -53,7 +53,7 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def gpu_step(own: Unit, hyper: Hyper, grad_scale: float) -> None:
     assert own.remainder is not None
-    hyper.rule.gpu_step(own.weight, own.remainder, own.states, own.grad, hyper, grad_scale)
+    hyper.rule.gpu_step(own.elements(), hyper, grad_scale)
 
 
 @pytest.mark.usefixtures("quick_interpreter")
@@ -93,7 +93,7 @@ def test_two_hundred_steps_beside_the_published_lion(split: bool) -> None:
     for step in range(1, STEPS + 1):
         own.grad = torch.randn(NUMEL, generator=generator) + start
         own.grad[: NUMEL // 10] = 0  # never a gradient: these shrink and do not move
-        CpuUpdater(2).update_(*own.arguments(), LionHyper(lr, betas, decay, step))
+        CpuUpdater(2).update_(own.elements(), LionHyper(lr, betas, decay, step))
         published_lion(expected, momentum, own.grad, lr, *betas, decay)
     weight = decode_split(own.weight, own.remainder) if own.remainder is not None else own.weight
     # Two roundings of a weight below 5 a step each. A sign that turned out otherwise would be 2e-3 away; the sums of
@@ -125,7 +125,7 @@ def test_two_hundred_steps_beside_torch_sgd(split: bool, options: dict[str, Any]
     for step in range(1, STEPS + 1):
         own.grad = torch.randn(NUMEL, generator=generator) + start
         expected.grad = own.grad.clone()
-        CpuUpdater(2).update_(*own.arguments(), dataclasses.replace(hyper, step=step))
+        CpuUpdater(2).update_(own.elements(), dataclasses.replace(hyper, step=step))
         optimizer.step()
     weight = decode_split(own.weight, own.remainder) if own.remainder is not None else own.weight
     # A rounding of the weight and three of an update below 0.5 a step in either implementation.
@@ -159,6 +159,6 @@ def test_short_states_are_refused() -> None:
     own = random_unit(HYPERS["lion"], 64)
     own.states = [state.bfloat16() for state in own.states]
     with pytest.raises(ValueError, match="keeps its states in fp32 only"):
-        CpuUpdater(1).update_(*own.arguments(), HYPERS["lion"])
+        CpuUpdater(1).update_(own.elements(), HYPERS["lion"])
     with pytest.raises(SlideError, match=r"exp_avg is torch\.float64; use float32"):
-        CpuUpdater(1).update_(own.weight, own.remainder, [own.states[0].double()], own.grad, HYPERS["lion"])
+        CpuUpdater(1).update_(own.elements()._replace(states=[own.states[0].double()]), HYPERS["lion"])

@@ -42,4 +42,4 @@ def test_two_passes_leave_the_bits_of_one(
 def test_rules_whose_states_need_the_old_weight_have_none(hyper: Hyper) -> None:
     assert not hyper.two_passes
     with pytest.raises(ValueError, match="has no two passes"):
-        CpuUpdater(1).update_(*random_unit(hyper, 100).arguments(), hyper, part="weights")
+        CpuUpdater(1).update_(random_unit(hyper, 100).elements(), hyper, part="weights")

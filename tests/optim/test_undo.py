@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_slide import _native
 from ds_slide.optim.adamw import AdamWHyper
-from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.optim.cpu import Beside, CpuUpdater
 from ds_slide.optim.lion import LionHyper
 from ds_slide.optim.rule import Hyper
 from ds_slide.optim.sgd import SgdHyper
@@ -163,9 +163,9 @@ def test_old_bytes_are_copied(hyper: Hyper, state: str, weight_format: str) -> N
     found = random_unit(hyper, NUMEL, weight_format, state)
     expected, old = found.clone(), found.map(torch.zeros_like)
     updater, before = CpuUpdater(2), found.clone()
-    updater.update_(*expected.arguments(), hyper, scales=expected.scales)
+    updater.update_(expected.elements(), hyper)
     copies = [old.weight, old.remainder, *old.states, *old.scales]
-    updater.update_(*found.arguments(), hyper, scales=found.scales, old=copies)
+    updater.update_(found.elements(), hyper, beside=Beside(old=copies))
     assert_same_bits(found, expected)
     assert_all_bits(old, before)
 
@@ -188,9 +188,9 @@ def test_steps_out_of_place_are_for_states_in_fp32_and_whole_cache_lines() -> No
         found = random_unit(ADAMW, 256, state_format=state)
         new = found.map(torch.zeros_like)
         states = [torch.zeros(512)[place : place + 256] for _ in new.states]
-        given = {"new_weight": new.weight, "new_remainder": new.remainder, "new_states": states}
+        beside = Beside(new.weight, new.remainder, states)
         with pytest.raises(ValueError, match=problem):
-            updater.update_(*found.arguments(), ADAMW, part="out_of_place", **given)
+            updater.update_(found.elements(), ADAMW, part="out_of_place", beside=beside)
 
 
 def test_steps_without_a_way_back_are_refused(workers: _native.Workers) -> None:

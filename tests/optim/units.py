@@ -11,7 +11,7 @@ import torch
 from ds_slide import _native
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32
 from ds_slide.optim.reference import encode_split, reference_update_
-from ds_slide.optim.rule import Hyper, Part
+from ds_slide.optim.rule import Elements, Hyper, Part
 
 GRADIENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 WEIGHT_FORMATS = {"bf16_split": torch.bfloat16, "fp32": torch.float32, "fp16_master": torch.float16}
@@ -43,8 +43,8 @@ class Unit:
         part.scales = [each[start // 64 : -(-stop // 64)] for each in self.scales]
         return part
 
-    def arguments(self) -> tuple[Any, ...]:
-        return self.weight, self.remainder, self.states, self.grad
+    def elements(self, *, seed: int = 0, first: int = 0) -> Elements:
+        return Elements(self.weight, self.remainder, self.states, self.grad, self.scales, seed, first)
 
     def written(self) -> list[torch.Tensor]:
         return [self.weight, *([] if self.remainder is None else [self.remainder]), *self.states, *self.scales]
@@ -148,7 +148,7 @@ def written_elsewhere(workers: _native.Workers, own: Unit, hyper: Hyper, grad_sc
 
 
 def reference(own: Unit, hyper: Hyper, grad_scale: float = 1.0, *, first: int = 0, seed: int = SEED) -> None:
-    reference_update_(*own.arguments(), hyper, grad_scale, scales=own.scales, seed=seed, first=first)
+    reference_update_(own.elements(seed=seed, first=first), hyper, grad_scale)
 
 
 def assert_same_bits(actual: Unit, expected: Unit) -> None:

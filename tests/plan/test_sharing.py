@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keepable_blocks import keepables, movables, windows
 
 from ds_slide.plan.keeping import Keepable
-from ds_slide.plan.sharing import LEAST_GAIN, LEVEL, Offer, choose, share_out
+from ds_slide.plan.sharing import TOLERANCES, Offer, choose, share_out
 from ds_slide.plan.spare import Movable, Slots
 from ds_slide.plan.step_model import Change, Step
 
@@ -152,7 +152,7 @@ def test_memory_is_filled_and_harms_little(
 ) -> None:
     offer = Offer(room, states, activations, measured, slots, reserve=reserve)
     best, choice = choose(offer), share_out(offer)
-    assert choice.seconds <= (1 + LEVEL) / (1 - LEAST_GAIN) * best.seconds + 1e-9
+    assert choice.seconds <= (1 + TOLERANCES.slowdown) / (1 - TOLERANCES.least_gain) * best.seconds + 1e-9
     moved = [each for each in states if each.order in choice.states]
     assert moved == states[: len(moved)]
     taken = sum(each.nbytes for each in moved) + choice.filling.nbytes - (slots.count - choice.slots) * slots.nbytes

@@ -56,7 +56,7 @@ class Counted:
         for what, tensors in found.items():
             sizes = [device.get(each.untyped_storage().data_ptr(), 0) for each in tensors if each.numel()]
             sizes = [own.get(each.data_ptr(), size) for each, size in zip(tensors, sizes, strict=False)]
-            sizes = [sum(sizes)] if what.startswith(names.projectors_of("")) else sizes
+            sizes = [sum(sizes)] if what.startswith(names.state_buffer_of("", "projectors")) else sizes
             problems += compare(planned[what], sizes, [own.get(each.data_ptr()) is not None for each in tensors])
         pooled = [planned[what] for what in runtime.parts.context.allocator.pools]
         made = Counter((each["buffers"], each["bytes"], each["pinned"]) for each in map(POOL.stats, self._pools))
@@ -157,7 +157,7 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
             first = log.new_weight if log.new_weight is not None else log.low[0] if log.low else log.old.weight
             found[names.undo_log_of(unit.name)] = [first]
         if isinstance(unit.codec, Lsp):
-            found[names.projectors_of(unit.name)] = list(_projectors(unit.codec))
+            found[names.state_buffer_of(unit.name, "projectors")] = list(_projectors(unit.codec))
             found[names.COMPRESSING], found[names.CHANGES] = [unit.codec.encoding], [unit.codec.applying]
             continue
         if unit.resident is not None and (unit.resident is not own or (unit.home is not None and lends)):

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split, reference_update_
+from ds_slide.optim.rule import Elements
 from ds_slide.runtime.core.device import PASSED
 from ds_slide.runtime.core.futures import Future
 
@@ -296,7 +297,8 @@ class PlainAdamW:
         for name, p in self.parameters.items():
             hyper = dataclasses.replace((hypers or {}).get(name, self.hyper), step=self.count)
             weight, states = p.data.view(-1), self.moments[name]
-            reference_update_(weight, self.remainder[name], states, gradients[name].reshape(-1), hyper, scale)
+            elements = Elements(weight, self.remainder[name], states, gradients[name].reshape(-1))
+            reference_update_(elements, hyper, scale)
             p.grad = None
         return float(torch.tensor(norm, dtype=torch.float32))
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from harness import Batch, causal_loss
 
-from ds_slide.runtime.memory.tier_moves import Moved, move, why_fixed
+from ds_slide.plan.movable import why_fixed
+from ds_slide.runtime.memory.tier_moves import Moved, move
 
 
 def movable(runtime: Any) -> list[int]:
     """The units that may move, by their order."""
-    return [unit.order for unit in runtime.units if why_fixed(runtime, unit) is None]
+    return [unit.order for unit in runtime.units if why_fixed(runtime.parts.plan, unit.order) is None]
 
 
 def promote(runtime: Any, *orders: int) -> Moved | None:

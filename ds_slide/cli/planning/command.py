@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_slide.cli.doctor import cache
+from ds_slide.cli.doctor.ceilings import of_this_machine
 from ds_slide.cli.planning import output
 from ds_slide.cli.planning.model import ModelShape, read_adapter
 from ds_slide.cli.planning.planner import Planner, Request
@@ -18,87 +18,53 @@ from ds_slide.cli.planning.search import (
     recommended,
     shortage,
     smallest_change,
+    with_subspace,
     without_whole_batch,
 )
-from ds_slide.config import CONFIG_KEY, parse_bytes
-from ds_slide.config.json_types import AUTO
-from ds_slide.errors import DoesNotFit, SlideConfigError
-from ds_slide.plan.ceilings.figures import Ceilings, read_ceilings
-from ds_slide.plan.forecast import Forecast, Room
+from ds_slide.config import parse_bytes
+from ds_slide.errors import SlideConfigError
+from ds_slide.plan.ceilings import Ceilings, read_ceilings
+from ds_slide.plan.forecast import Room
 from ds_slide.report import drawing
 
-LEAST_SIZE = 1 << 20
-"""Bytes of memory; a smaller number has lost its unit."""
 ELSEWHERE = "h200-16-cores"
 """The ceilings for a GPU that this machine does not have, where no option names others."""
 
 
-def run(arguments: argparse.Namespace, say: Any) -> int:
-    """Answer with `say`, line by line. Return 0 where it fits, 1 where it does not. Raises SlideError for a run that
+def run(arguments: argparse.Namespace, lines: list[str]) -> int:
+    """Append the answer to `lines`. Return 0 where it fits, 1 where it does not. Raises SlideError for a run that
     cannot be planned."""
     if arguments.plot:
         drawing.require_matplotlib()
     request, notes = _request(arguments)
     planner = Planner()
     request, chosen = with_subspace(planner, request)
-    notes += chosen
+    asked = replace(request, batch=request.batch or 1) if arguments.fit else request
+    short = shortage(planner, asked)
+    if short is not None:
+        refusal = output.refusal(short, smallest_change(planner, asked, short))
+        begin = "It does not fit." if arguments.fit else "ds-slide plan:"
+        lines.append(json.dumps(refusal, indent=2) if arguments.json else f"{begin} {refusal['message']}")
+        return 1
+    found: dict[str, Any]
     if arguments.fit:
-        return _fit(planner, request, arguments, notes, say)
-    short = shortage(planner, request)
-    if short is not None:
-        return _refuse(planner, request, short, arguments, say, "ds-slide plan:")
-    best, batch, model = planner.steady(request), largest_batch(planner, request), largest_model(planner, request)
-    found = {"largest_batch": batch, "largest_model": model}
-    _answer(best, planner, request, arguments, notes, say, **found)
-    return 0
-
-
-def _fit(planner: Planner, request: Request, arguments: argparse.Namespace, notes: list[str], say: Any) -> int:
-    """Print whether the model fits, the largest batch, and if it does not fit, the smallest change that helps."""
-    one = replace(request, batch=request.batch or 1)
-    short = shortage(planner, one)
-    if short is not None:
-        return _refuse(planner, one, short, arguments, say, "It does not fit.")
-    largest = largest_batch(planner, request)
-    best = recommended(planner, request, largest)
-    if not arguments.json:
-        say(
-            f"It fits. Use a micro-batch of {best.batch}: {best.tokens_per_s:,.0f} tokens/s, {best.time.step_s:.3f} s "
-            f"a step; the largest that fits is {largest}."
-        )
-    recommendation = without_whole_batch(replace(request, batch=best.batch))
-    _answer(best, planner, recommendation, arguments, notes, say, largest_batch=largest)
-    return 0
-
-
-def _refuse(
-    planner: Planner, request: Request, short: DoesNotFit, arguments: argparse.Namespace, say: Any, begin: str
-) -> int:
-    change = smallest_change(planner, request, short)
-    answer = output.refusal(short, None if change is None else change.sentence)
-    say(json.dumps(answer, indent=2) if arguments.json else f"{begin} {answer['message']}")
-    return 1
-
-
-def _answer(
-    forecast: Forecast,
-    planner: Planner,
-    request: Request,
-    arguments: argparse.Namespace,
-    notes: list[str],
-    say: Any,
-    **found: Any,
-) -> None:
-    name = request.shape.name
-    notes = [*notes, *planner.planned(request).notes]
-    answer = output.as_dict(forecast, model=name, ceilings=request.ceilings.source, notes=notes, **found)
-    if arguments.json:
-        say(json.dumps(answer, indent=2))
+        largest = largest_batch(planner, request)
+        best = recommended(planner, request, largest)
+        request, found = without_whole_batch(replace(request, batch=best.batch)), {"largest_batch": largest}
+        if not arguments.json:
+            lines.append(
+                f"It fits. Use a micro-batch of {best.batch}: {best.tokens_per_s:,.0f} tokens/s, "
+                f"{best.time.step_s:.3f} s a step; the largest that fits is {largest}."
+            )
     else:
-        for line in output.as_text(answer, name):
-            say(line)
+        best = planner.steady(request)
+        found = {"largest_batch": largest_batch(planner, request), "largest_model": largest_model(planner, request)}
+    name, notes = request.shape.name, [*notes, *chosen, *planner.planned(request).notes]
+    answer = output.as_dict(best, model=name, ceilings=request.ceilings.source, notes=notes, **found)
+    lines += [json.dumps(answer, indent=2)] if arguments.json else output.as_text(answer, name)
     if arguments.plot:
         drawing.write(output.picture(answer, name), arguments.plot)
+    return 0
 
 
 def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
@@ -147,7 +113,7 @@ def _size(arguments: argparse.Namespace, name: str) -> int | None:
     if text is None:
         return None
     nbytes = parse_bytes(text, option)
-    if nbytes < LEAST_SIZE:
+    if nbytes < 1 << 20:  # a smaller number has lost its unit
         raise SlideConfigError(f'{option} is {text}, which is {nbytes} bytes; give it with a unit, such as "24GiB"')
     return nbytes
 
@@ -155,50 +121,8 @@ def _size(arguments: argparse.Namespace, name: str) -> int | None:
 def _ceilings(arguments: argparse.Namespace) -> tuple[Ceilings, list[str]]:
     if arguments.ceilings is not None:
         return read_ceilings(arguments.ceilings), []
-    here = cache.of_this_machine()
+    here, _ = of_this_machine()
     if here.gpu is not None or arguments.gpu_memory is None:
         return here, []
     note = f"this machine has no GPU, so times are those of the ceilings {ELSEWHERE}; give --ceilings for another one"
     return read_ceilings(ELSEWHERE), [note]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The subspace of compressed gradients that `"d": "auto"` stands for: the largest whose work is still hidden.
-
-STEP = 64
-"""d is a multiple of this number: rows have whole cache lines."""
-HIDDEN = 1.02
-"""Factor on the GPU's computing time: transfers and updates of a step that takes no longer are hidden. Where not even
-the smallest d hides them (a vocabulary matrix on a slow link), the factor applies to the step with the smallest d."""
-
-
-def with_subspace(planner: Planner, request: Request) -> tuple[Request, list[str]]:
-    """Return the request with a number in the place of `"d": "auto"`, and a sentence that names the number; a request
-    without "auto" is unchanged. Raises what `Planner.steady` raises."""
-    compression: Any = request.raw.get(CONFIG_KEY, {}).get("compression")
-    if not isinstance(compression, dict) or compression.get("d", AUTO) != AUTO:
-        return request, []
-
-    def with_d(d: int) -> Request:
-        return request.with_block(compression={**compression, "d": d})
-
-    def hides(d: int) -> bool:
-        time = planner.steady(with_d(d)).time
-        return time.step_s <= HIDDEN * max(time.lanes["compute"], least)
-
-    low, high = STEP, _most(planner, with_d(STEP))
-    least = planner.steady(with_d(low)).time.step_s
-    if hides(high):
-        low = high
-    while high - low > STEP:  # the work to hide grows with d
-        middle = (low + high) // 2 // STEP * STEP
-        low, high = (middle, high) if hides(middle) else (low, middle)
-    note = f'ds_slide.compression.d is "auto" and taken for {low}, the largest that hides at this batch; write it'
-    return with_d(low), [note]
-
-
-def _most(planner: Planner, request: Request) -> int:
-    """Return half of the smaller side of the largest compressed matrix, as a multiple of `STEP`."""
-    plans = [unit for unit in planner.planned(request).unit_plans if unit.spec.compressed]
-    side = max(min(entry.shape) for unit in plans for entry in unit.layout.entries)
-    return max(STEP, side // 2 // STEP * STEP)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_slide.errors import SlideConfigError
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "models"
+PRESETS = Path(__file__).resolve().parents[2].joinpath("configs", "models")
 
 
 def preset_names() -> list[str]:
@@ -64,7 +64,11 @@ class ModelShape:
                 f"--model {self.name} cannot be built as a causal language model ({str(error).splitlines()[0]})"
             ) from error
         if self.adapter is not None:
-            model = _with_adapter(model, self.adapter)
+            try:
+                with torch.device("meta"):
+                    model = with_adapter(model, copy.deepcopy(self.adapter))
+            except ValueError as error:
+                raise SlideConfigError(f"--adapter does not fit the model ({str(error).splitlines()[0]})") from error
         return model.train()
 
     @cached_property
@@ -105,15 +109,11 @@ def read_adapter(text: str) -> Any:
     return config
 
 
-def _with_adapter(model: Any, adapter: Any) -> Any:
-    """Return the model that a PEFT script prepares for training with gradient checkpointing."""
+def with_adapter(model: Any, adapter: Any) -> Any:
+    """Return the model that a script with PEFT prepares for training with gradient checkpointing."""
     import peft
 
-    try:
-        with torch.device("meta"):
-            model = peft.get_peft_model(model, copy.deepcopy(adapter))
-    except ValueError as error:
-        raise SlideConfigError(f"--adapter does not fit the model ({str(error).splitlines()[0]})") from error
+    model = peft.get_peft_model(model, adapter)
     model.enable_input_require_grads()
     return model
 

@@ -16,13 +16,14 @@ from ds_slide.cli.planning.steady import Question, Spare, decide
 from ds_slide.config import CONFIG_KEY
 from ds_slide.integration.planning import Planned, filled, plan_json
 from ds_slide.patching.apply import apply_kernels
-from ds_slide.plan.ceilings.figures import Ceilings
+from ds_slide.plan.ceilings import Ceilings
 from ds_slide.plan.forecast import Activations, Forecast, Room
 from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import mixtures
 from ds_slide.plan.rates import Rates
-from ds_slide.plan.step_model import Step, Work, all_schedules, scheduled, work_of
+from ds_slide.plan.step_model import Step, Work, all_schedules, scheduled
+from ds_slide.plan.step_work import work_of
 from ds_slide.plan.trace import (
     FUNCTION,
     Again,
@@ -110,8 +111,8 @@ class Planner:
             moved = case.inputs.within(spare.inputs_missing(placed), moved)
         spare = replace(spare, needed=spare.needed - moved.moved_bytes)
         # The engine's own functions decide, and the decision is forecast.
-        steps, passes = Steps(case, plain, moved), 2 * case.planned.micro_batches
-        found = decide(Question(placed, spare, keepable, steps, slide.gpu_states == "auto", passes))
+        steps, forwards = Steps(case, plain, moved), case.planned.micro_batches
+        found = decide(Question(placed, spare, keepable, steps, slide.gpu_states == "auto", forwards))
         activations = replace(
             moved,
             checkpointed=frozenset(each.order for each in keepable),

@@ -1,13 +1,16 @@
-"""What else would fit: the largest batch, the largest model, and the smallest change that makes a run fit."""
+"""What else would fit: the largest batch, model and subspace, and the smallest change that makes a run fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ds_slide.cli.planning.planner import Planner, Request
 from ds_slide.config import CONFIG_KEY
-from ds_slide.errors import DoesNotFit, SlideConfigError, SlideError
+from ds_slide.config.json_types import AUTO
+from ds_slide.errors import DoesNotFit, SlideError
 from ds_slide.plan.forecast import Forecast
 
 MOST_BATCH = 1 << 16
@@ -100,71 +103,64 @@ def largest_model(planner: Planner, request: Request) -> str | None:
     return None
 
 
-def smallest_change(planner: Planner, request: Request, short: DoesNotFit) -> Change | None:
-    """Return the first change that makes the run fit, the cheapest changes first; None where none does."""
+def smallest_change(planner: Planner, request: Request, short: DoesNotFit) -> str | None:
+    """Return the first change that makes the run fit, as a sentence, the cheapest changes first; None where none
+    does."""
     candidates = {"gpu": _for_gpu, "host": _for_host, "ssd": _for_ssd}[short.tier]
-    for make in candidates(planner, request):
-        try:
-            change = make()
-            if change is not None and fits(planner, change.request):
-                return change
-        except SlideConfigError:  # not for this model or JSON
-            continue
-        except SlideError:
-            continue
+    for change in candidates(planner, request):
+        with suppress(SlideError):  # the change is not for this model or JSON
+            if fits(planner, change.request):
+                return change.sentence
     return None
 
 
-def _for_gpu(planner: Planner, request: Request) -> Iterator[Callable[[], Change | None]]:
+def _for_gpu(planner: Planner, request: Request) -> Iterator[Change]:
     least = {"window": 3, "gpu_states": 0}
     small = request.with_block(**least)
-    yield lambda: Change('set "ds_slide": {"window": 3, "gpu_states": 0}', small)
+    yield Change('set "ds_slide": {"window": 3, "gpu_states": 0}', small)
     if not request.checkpointing:
-        yield lambda: Change("use gradient checkpointing", replace(request, checkpointing=True))
+        yield Change("use gradient checkpointing", replace(request, checkpointing=True))
         small = replace(small, checkpointing=True)
-        yield lambda: Change('use gradient checkpointing and "ds_slide": {"window": 3, "gpu_states": 0}', small)
+        yield Change('use gradient checkpointing and "ds_slide": {"window": 3, "gpu_states": 0}', small)
 
     if compression := request.raw.get(CONFIG_KEY, {}).get("compression"):
         rounded = request.with_block(compression={**compression, "master_dtype": "bf16"})
-        yield lambda: Change('set "ds_slide": {"compression": {"master_dtype": "bf16"}}', rounded)
+        yield Change('set "ds_slide": {"compression": {"master_dtype": "bf16"}}', rounded)
 
     # A smaller batch comes after changes of the JSON that cost less.
-    def smaller_batch() -> Change | None:
-        batch = largest_batch(planner, request)
-        best, block = (batch, request) if batch else (largest_batch(planner, small), small)
-        if not best:
-            return None
-        also = "" if batch else ' with "ds_slide": {"window": 3, "gpu_states": 0}'
-        return Change(
-            f"use a micro-batch of {best}{also} and accumulate gradients over more of them",
-            replace(without_whole_batch(block), batch=best),
-        )
-
-    yield smaller_batch
-    yield lambda: Change('set "ds_slide": {"stream_head": true}', request.with_block(stream_head=True))
-    yield lambda: _more(planner, request, "gpu")
+    yield from _smaller_batch(planner, request, small)
+    yield Change('set "ds_slide": {"stream_head": true}', request.with_block(stream_head=True))
+    yield _more(planner, request, "gpu")
 
 
-def _for_host(planner: Planner, request: Request) -> Iterator[Callable[[], Change | None]]:
+def _smaller_batch(planner: Planner, request: Request, small: Request) -> Iterator[Change]:
+    """Yield the change to a smaller batch, of `request` or of `small`, which needs less beside the batch."""
+    with suppress(SlideError):
+        for block, also in ((request, ""), (small, ' with "ds_slide": {"window": 3, "gpu_states": 0}')):
+            if batch := largest_batch(planner, block):
+                sentence = f"use a micro-batch of {batch}{also} and accumulate gradients over more of them"
+                yield Change(sentence, replace(without_whole_batch(block), batch=batch))
+                return
+
+
+def _for_host(planner: Planner, request: Request) -> Iterator[Change]:
     states = request.with_sections_on_ssd("offload_optimizer")
-    yield lambda: Change('set zero_optimization.offload_optimizer.device to "nvme", with its nvme_path', states)
+    yield Change('set zero_optimization.offload_optimizer.device to "nvme", with its nvme_path', states)
     both = request.with_sections_on_ssd("offload_optimizer", "offload_param")
-    yield lambda: Change(
+    yield Change(
         'set zero_optimization.offload_optimizer.device and offload_param.device to "nvme", with their nvme_path', both
     )
     eight = both.with_block(state_dtype="8bit", gpu_states=0)
-    yield lambda: Change('put states and weights on nvme and set "ds_slide": {"state_dtype": "8bit"}', eight)
-    yield lambda: _more(planner, request, "host")
+    yield Change('put states and weights on nvme and set "ds_slide": {"state_dtype": "8bit"}', eight)
+    yield _more(planner, request, "host")
 
 
-def _for_ssd(planner: Planner, request: Request) -> Iterator[Callable[[], Change | None]]:
-    yield lambda: Change(
-        'set "ds_slide": {"state_dtype": "8bit"}', request.with_block(state_dtype="8bit", gpu_states=0)
-    )
-    yield lambda: _more(planner, request, "ssd")
+def _for_ssd(planner: Planner, request: Request) -> Iterator[Change]:
+    yield Change('set "ds_slide": {"state_dtype": "8bit"}', request.with_block(state_dtype="8bit", gpu_states=0))
+    yield _more(planner, request, "ssd")
 
 
-def _more(planner: Planner, request: Request, tier: str) -> Change | None:
+def _more(planner: Planner, request: Request, tier: str) -> Change:
     """Return the change to the least memory of `tier` that fits. The bytes are doubled until the run fits, and then
     narrowed down by halving."""
     have: int = getattr(request.room, tier)
@@ -181,3 +177,45 @@ def _more(planner: Planner, request: Request, tier: str) -> Change | None:
         f"it takes a machine with {gigabytes} GiB ({option})",
         replace(request, room=replace(request.room, **{tier: gigabytes << 30})),
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The subspace of compressed gradients that `"d": "auto"` stands for: the largest whose work is still hidden.
+
+STEP = 64
+"""d is a multiple of this number: rows have whole cache lines."""
+HIDDEN = 1.02
+"""Factor on the GPU's computing time: transfers and updates of a step that takes no longer are hidden. Where not even
+the smallest d hides them (a vocabulary matrix on a slow link), the factor applies to the step with the smallest d."""
+
+
+def with_subspace(planner: Planner, request: Request) -> tuple[Request, list[str]]:
+    """Return the request with a number in the place of `"d": "auto"`, and a sentence that names the number; a request
+    without "auto" is unchanged. Raises what `Planner.steady` raises."""
+    compression: Any = request.raw.get(CONFIG_KEY, {}).get("compression")
+    if not isinstance(compression, dict) or compression.get("d", AUTO) != AUTO:
+        return request, []
+
+    def with_d(d: int) -> Request:
+        return request.with_block(compression={**compression, "d": d})
+
+    def hides(d: int) -> bool:
+        time = planner.steady(with_d(d)).time
+        return time.step_s <= HIDDEN * max(time.lanes["compute"], least)
+
+    low, high = STEP, _most(planner, with_d(STEP))
+    least = planner.steady(with_d(low)).time.step_s
+    if hides(high):
+        low = high
+    while high - low > STEP:  # the work to hide grows with d
+        middle = (low + high) // 2 // STEP * STEP
+        low, high = (middle, high) if hides(middle) else (low, middle)
+    note = f'ds_slide.compression.d is "auto" and taken for {low}, the largest that hides at this batch; write it'
+    return with_d(low), [note]
+
+
+def _most(planner: Planner, request: Request) -> int:
+    """Return half of the smaller side of the largest compressed matrix, as a multiple of `STEP`."""
+    plans = [unit for unit in planner.planned(request).unit_plans if unit.spec.compressed]
+    side = max(min(entry.shape) for unit in plans for entry in unit.layout.entries)
+    return max(STEP, side // 2 // STEP * STEP)

@@ -9,16 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from ds_slide.plan.allocations import slot_bytes, streamed
 from ds_slide.plan.forecast import WORKSPACE_BYTES, Room
 from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.movable import movable_states
-from ds_slide.plan.needs import Needs, UnitSize
+from ds_slide.plan.movable import movable_states, window_slots
 from ds_slide.plan.sharing import MEMORY_RATE, Offer, for_states, share_out
-from ds_slide.plan.spare import MARGIN_SHARE, Movable, Slots, inputs_missing, least_slots, spare_bytes
+from ds_slide.plan.spare import GPU_SHARES, inputs_missing, spare_bytes
 from ds_slide.plan.step_model import Step
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
@@ -49,14 +45,14 @@ class Spare:
         """Return the bytes that a batch leaves, of the GPU and of the limit."""
         rooms: list[float] = []
         if self.room.gpu is not None and self.room.gpu_for_plan is not None:
-            rooms.append(spare_bytes(self._free(plan), self.needed, MARGIN_SHARE * self.room.gpu))
+            rooms.append(spare_bytes(self._free(plan), self.needed, GPU_SHARES.margin * self.room.gpu))
         if self.limit is not None:
             rooms.append(self.limit - plan.gpu_bytes)
         return min(rooms)
 
     def inputs_missing(self, plan: Plan) -> float:
         """Return the bytes of inputs that have to leave the GPU for the batch."""
-        return inputs_missing(self._free(plan), self.needed, MARGIN_SHARE * (self.room.gpu or 0))
+        return inputs_missing(self._free(plan), self.needed, GPU_SHARES.margin * (self.room.gpu or 0))
 
     def _free(self, plan: Plan) -> int:
         return (self.room.gpu_for_plan or 0) - WORKSPACE_BYTES - plan.gpu_bytes
@@ -64,15 +60,14 @@ class Spare:
 
 @dataclass(frozen=True)
 class Question:
-    """The input of a decision. `keepable`: blocks, by the index of the unit. `passes`: passes of a step through the
-    window."""
+    """The input of a decision. `keepable`: blocks, by the index of the unit. `forwards`: forwards of a step."""
 
     plan: Plan
     spare: Spare
     keepable: Sequence[Keepable]
     forecaster: Forecaster
     moves_states: bool
-    passes: int
+    forwards: int
 
 
 @dataclass(frozen=True)
@@ -97,8 +92,8 @@ def decide(question: Question) -> Decision:
         # host then makes every page of the states, for seconds, which no second pass would hide.
         step = question.forecaster.step(plan, kept, two=False) if look == LOOKS[0] else coming
         room, reserve = for_states(spare.bytes_beside(plan), spare.needed, tied=spare.tied)
-        slots = window_slots(plan, question.passes)
-        movable = _movable(plan) if question.moves_states else ()
+        slots = window_slots(plan, question.forwards)
+        movable = movable_states(plan) if question.moves_states else ()
         whole = step.recomputing(kept.seconds(question.keepable))
         choice = share_out(Offer(room, movable, question.keepable, whole, slots, spare.memory_rate, reserve))
         if choice.states:
@@ -107,26 +102,3 @@ def decide(question: Question) -> Decision:
         kept = kept_within(spare.bytes_beside(plan), question.keepable, first=coming.schedule == "two passes")
         decided.append((plan, kept))
     return Decision(plan, kept, decided[:-1])
-
-
-def window_slots(plan: Plan, passes: int) -> Slots:
-    """Return the window's slots, like `ds_slide.runtime.memory.states`."""
-    window, blocks = plan.placement.window, len(streamed(plan.units, plan.placement))
-    nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
-    return Slots(min(window, blocks), least_slots(window, plan.needs), nbytes, blocks, passes)
-
-
-def _movable(plan: Plan) -> list[Movable]:
-    """Return the units in host memory or on SSD whose states may go to the GPU."""
-    there = plan.placement.on_gpu | plan.placement.promoted
-    return movable_states(
-        plan, (index for index, unit in enumerate(plan.units) if index not in there and _may_move(plan, unit))
-    )
-
-
-def _may_move(plan: Plan, unit: UnitSize) -> bool:
-    """Whether the unit may move, by the rules of `ds_slide.runtime.memory.tier_moves.why_fixed` for a built unit."""
-    needs: Needs = plan.needs
-    is_short = any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs)
-    fixed = unit.kind == "part" or bool(unit.passing_numel) or is_short
-    return needs.trains and bool(unit.codec.numel) and not fixed

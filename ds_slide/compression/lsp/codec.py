@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ds_slide.compression.codec import CHANGE_DTYPE, CHANGE_START, Gradients, Masters, Place, SegmentStep
+from ds_slide.compression.codec import CHANGE_DTYPE, CHANGE_START, Gradients, Masters, Place, SegmentStep, square_sum
 from ds_slide.compression.lsp.group import Group, Matrix, group_of, grouped
 from ds_slide.compression.lsp.projection import compress, decompress_apply
 from ds_slide.compression.lsp.projector import Projector, projector_bytes, random_projector
@@ -18,7 +18,6 @@ from ds_slide.model.layout import Entry, ParameterInfo, Segment, UnitLayout, bui
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.rounding import keys, step_key
 from ds_slide.optim.rule import Hyper
-from ds_slide.optim.square_sum import square_sum
 
 LEAST_SUBSPACE = 16
 """The smallest subspace. Below it the gradient is copied as it is: padding and launches would cost more."""
@@ -134,9 +133,18 @@ class Lsp:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def masters(self, weight_bytes: int, *, rounded: bool) -> Mapping[str, int]:
+        whole = self.layout.slot_numel
+        # An fp32 weight is its own master, and a bf16 weight needs its low half unless it is rounded.
+        remainder = {} if rounded or weight_bytes == 4 else {"remainder": 2 * whole}
+        return {"weight": whole * weight_bytes, **remainder, "projectors": self.projector_bytes}
+
     @property
-    def compresses(self) -> bool:
-        return True
+    def written_numel(self) -> int:
+        return self.numel
+
+    def written_itemsize(self, weight_bytes: int) -> int:  # noqa: ARG002
+        return CHANGE_DTYPE.itemsize
 
     def written_dtype(self, weight: torch.dtype) -> torch.dtype:  # noqa: ARG002
         return CHANGE_DTYPE
@@ -149,7 +157,7 @@ class Lsp:
         return _begin_of_changes()[: written.numel()]
 
     @property
-    def gpu_bytes(self) -> int:
+    def projector_bytes(self) -> int:
         sides = [(side, matrix) for matrix in self.matrices for side in matrix.entry.shape]
         return sum(projector_bytes(side, matrix.d, self.r_of(matrix)) for side, matrix in sides)
 

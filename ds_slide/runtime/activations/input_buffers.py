@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ds_slide.errors import SlideError
+from ds_slide.plan.host_room import host_room, local_ranks
 from ds_slide.plan.memory import SPARE_HOST_SHARE
-from ds_slide.plan.probe.host_room import host_room
-from ds_slide.plan.probe.local_ranks import local_ranks
 from ds_slide.report.log import log, size
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.context import Context

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from ds_slide.errors import SlideError
-from ds_slide.plan.probe.host_room import host_room
-from ds_slide.plan.probe.local_ranks import local_ranks
+from ds_slide.plan.host_room import host_room, local_ranks
 from ds_slide.report.log import log, size
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.calls import add_tensors

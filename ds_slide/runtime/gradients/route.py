@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_slide.compression.codec import square_sum
 from ds_slide.optim.rule import Hyper
-from ds_slide.optim.square_sum import square_sum
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ds_slide.compression.codec import Place
-from ds_slide.optim.square_sum import square_sum
+from ds_slide.compression.codec import Place, square_sum
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.lanes import StreamWorker

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ds_slide.plan.spare import (
-    MARGIN_SHARE,
-    MOST_MARGIN_SHARE,
-    ROOMY_FOR_OTHERS,
-    ROOMY_FOR_TOKENS,
+    GPU_SHARES,
     Movable,
     Shape,
     Slots,
@@ -110,7 +107,7 @@ class GpuRoom:
         token that is generated takes next to nothing, and waits for the host."""
         free = self.usable - self.need.peaks.allocated() - self.need.at(shape, with_gradient=False)
         of_a_token = shape is not None and shape.length == 1
-        return free < (ROOMY_FOR_TOKENS if of_a_token else ROOMY_FOR_OTHERS) * self.usable
+        return free < (GPU_SHARES.roomy_for_tokens if of_a_token else GPU_SHARES.roomy_for_others) * self.usable
 
     def fitting_tokens(self, shape: Shape) -> int:
         """Return the tokens of the largest batch that fits, with the sequence length of `shape`."""
@@ -144,7 +141,8 @@ class GpuRoom:
         if self.budget.gpu is not None:
             free, total = self.budget.gpu.memory()
             self.usable = free + self.budget.gpu.allocated()
-            self.margin, self._most_margin = max(self.margin, total * MARGIN_SHARE), total * MOST_MARGIN_SHARE
+            self.margin = max(self.margin, total * GPU_SHARES.margin)
+            self._most_margin = total * GPU_SHARES.most_margin
 
     def widen_margin(self) -> None:
         """Leave more free, because torch had to look for memory."""

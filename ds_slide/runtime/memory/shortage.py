@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 )
 
 from ds_slide.plan.operations import tensors_of
-from ds_slide.plan.spare import ROOMY, Shape
+from ds_slide.plan.spare import GPU_SHARES, Shape
 from ds_slide.report.log import log, size
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.kept_calls import OperatorMode
@@ -67,7 +67,7 @@ class Shortage:
         self._trains = True
         kept, need, gpu_room = self._activations.kept_bytes, self._room.need, self._room
         self._left = max(0.0, room - kept)
-        is_tight = room - kept < ROOMY * (gpu_room.usable or gpu_room.budget.limit or 0)
+        is_tight = room - kept < GPU_SHARES.roomy * (gpu_room.usable or gpu_room.budget.limit or 0)
         if is_tight and need.is_known and not self._proof.covers(need.peaks.allocated() + need.at(shape) + kept):
             self._activations.watch()
             self.retrying.enter()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ds_slide.plan.allocations import slot_bytes
-from ds_slide.plan.movable import movable_states
+from ds_slide.plan.movable import movable_states, promoted_states, window_slots
 from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, least_slots
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.memory.tier_moves import move, why_fixed
+from ds_slide.runtime.memory.tier_moves import move
 
 
 class RunningStates:
@@ -19,23 +18,16 @@ class RunningStates:
 
     def movable(self) -> list[Movable]:
         """Return the movable states in host memory and on SSD."""
-        units = [unit for unit in self._runtime.units if unit.is_uploaded and unit.trainable]
-        orders = (unit.order for unit in units if why_fixed(self._runtime, unit) is None)
-        return movable_states(self._runtime.parts.plan, orders)
+        return movable_states(self._runtime.parts.plan)
 
     def promoted(self) -> list[Movable]:
         """Return the states that were promoted to the GPU."""
-        plan = self._runtime.parts.plan
-        return movable_states(plan, plan.placement.promoted)
+        return promoted_states(self._runtime.parts.plan)
 
     def slots(self, forwards: int) -> Slots:
-        """Return the slots of the window, which serves `forwards` forwards a step. A size set by the user stays."""
-        plan, window = self._runtime.parts.plan, self._runtime.parts.window
-        if window is None:
-            return NO_SLOTS
-        blocks = sum(unit.is_streamed for unit in self._runtime.units)
-        nbytes = slot_bytes(plan.units, plan.needs, plan.placement)
-        return Slots(len(window.slots), self._least, nbytes, blocks, 2 * forwards)
+        """Return the slots of the window, which serves `forwards` forwards a step."""
+        parts = self._runtime.parts
+        return NO_SLOTS if parts.window is None else window_slots(parts.plan, forwards)
 
     def may_park(self) -> bool:
         """Whether states on the GPU can make room for a forward or a backward under way."""

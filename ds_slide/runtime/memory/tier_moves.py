@@ -35,6 +35,7 @@ from ds_slide.plan.allocations import (
     whole_weights_of,
 )
 from ds_slide.plan.memory import Plan
+from ds_slide.plan.movable import why_fixed
 from ds_slide.report.log import size
 from ds_slide.runtime.build_units import state_on_gpu
 from ds_slide.runtime.core.allocator import Allocator
@@ -67,23 +68,6 @@ class _Room:
     resident: torch.Tensor
 
 
-def why_fixed(runtime: SlideRuntime, unit: Unit) -> str | None:
-    """Return why the states of `unit` stay where they are, as a clause; None where they may move."""
-    placement = runtime.parts.plan.placement
-    if not runtime.parts.context.trains:
-        return "nothing is updated without an optimizer"
-    if unit.order in placement.on_gpu:
-        return "it was placed on the GPU when the engine was built, and has no place in host memory"
-    if unit.spec.kind == "part":
-        which = "whose gradients are compressed" if unit.state.writes_change else "in another data type"
-        return f"it holds a block's parameters {which}"
-    if unit.chunk_rows:
-        return "its rows pass through the GPU"
-    if any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.state.specs):
-        return "its states are in a short format, which is updated by the CPU"
-    return None
-
-
 def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = None) -> Moved | None:
     """Update the units `on_gpu`, by `Unit.order`, on the GPU from now on, and no others. `slots`: the most slots of the
     window from now on; None: as before. Returns None, and does nothing, where units cannot move now: gradients are
@@ -105,7 +89,7 @@ def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = N
     if window < 1:
         raise SlideError(f"the window cannot have {window} slots; give it one at least")
     for unit in moving:
-        if (reason := why_fixed(runtime, unit)) is not None:
+        if (reason := why_fixed(runtime.parts.plan, unit.order)) is not None:
             raise SlideError(f"the states of {unit.name} cannot move to the GPU and back: {reason}")
     # Tensors made in inference mode, by an evaluation, could not be used in a forward with gradients.
     with deferred_interrupt(), torch.inference_mode(False):

@@ -60,7 +60,7 @@ class StoreMaker:
     def open_for_inputs(self, name: str, nbytes: int, table: torch.Tensor | None) -> SsdStore:
         """Open a store that has no states."""
         store = self.open(name, nbytes, table, Contents(others=INPUTS))
-        self.context.recorder.watch_ssd(store.statistics)
+        self.context.recorder.watch_ssd(store)
         return store
 
     def table(self, nbytes: int) -> torch.Tensor | None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ds_slide.compression.codec import SegmentStep
-from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.optim.cpu import NOTHING_BESIDE, Beside, CpuUpdater
 from ds_slide.optim.reference import reference_update_
-from ds_slide.optim.rule import Hyper, Part, UpdateRule
+from ds_slide.optim.rule import Elements, Hyper, Part, UpdateRule
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state_buffers import StateBuffers, items_of
@@ -64,34 +63,25 @@ class HostUpdates:
         for buffers, gradient, hyper, first in span.segments(step.segments):
             run = None if way_back is None else way_back.part(slice(first, first + gradient.numel()))
             begin = unit.codec.update_begin(buffers.weight)
-            where = {} if begin is buffers.weight else {"new_weight": buffers.weight}
-            self.updater.update_(
-                begin,
-                buffers.remainder,
-                buffers.states(hyper.rule),
-                gradient,
-                hyper,
-                step.grad_scale,
-                scales=buffers.scales(hyper.rule),
-                seed=unit.order,
-                first=first,
-                part=part,
-                **(where if run is None else _arguments(run, hyper.rule)),
-            )
+            beside = NOTHING_BESIDE if begin is buffers.weight else Beside(new_weight=buffers.weight)
+            if run is not None:
+                beside = _beside(run, hyper.rule)
+            states, scales = buffers.states(hyper.rule), buffers.scales(hyper.rule)
+            elements = Elements(begin, buffers.remainder, states, gradient, scales, unit.order, first)
+            self.updater.update_(elements, hyper, step.grad_scale, part=part, beside=beside)
         log = way_back.part(span.items).nbytes if isinstance(way_back, UndoLog) else 0
         return _moved(span, part) + log
 
 
-def _arguments(log: UndoLog | StateBuffers, rule: UpdateRule) -> dict[str, Any]:
-    """Return keyword arguments for `CpuUpdater.update_` with an undo log, or with state buffers (`log`) that get the
-    new numbers."""
+def _beside(log: UndoLog | StateBuffers, rule: UpdateRule) -> Beside:
+    """Return what an update writes to an undo log, or to state buffers (`log`) that get the new numbers."""
     if isinstance(log, StateBuffers):
-        return {"new_weight": log.weight, "new_remainder": log.remainder, "new_states": log.states(rule)}
+        return Beside(log.weight, log.remainder, log.states(rule))
     if (old := log.old) is None:
-        return {"new_weight": log.new_weight, "low": log.low, "slices": log.slices}
+        return Beside(new_weight=log.new_weight, low=log.low, slices=log.slices)
     scales = [scale for scale in old.scales(rule) if scale is not None]
     copied = [old.weight if log.new_weight is None else None, old.remainder, *old.states(rule), *scales]
-    return {"new_weight": log.new_weight, "old": copied}
+    return Beside(new_weight=log.new_weight, old=copied)
 
 
 def _moved(span: UpdateSpan, part: Part) -> int:
@@ -115,8 +105,9 @@ def device_update(unit: Unit, gradient: torch.Tensor, steps: Sequence[SegmentSte
 
 
 def _update_on_device(state_buffers: StateBuffers, gradient: torch.Tensor, hyper: Hyper, grad_scale: float) -> None:
-    weight, remainder, states = state_buffers.weight, state_buffers.remainder, state_buffers.states(hyper.rule)
+    weight, remainder = state_buffers.weight, state_buffers.remainder
+    elements = Elements(weight, remainder, state_buffers.states(hyper.rule), gradient)
     if weight.is_cuda and weight.dtype == torch.bfloat16 and remainder is not None:
-        hyper.rule.gpu_step(weight, remainder, states, gradient, hyper, grad_scale)
+        hyper.rule.gpu_step(elements, hyper, grad_scale)
     else:
-        reference_update_(weight, remainder, states, gradient, hyper, grad_scale)
+        reference_update_(elements, hyper, grad_scale)

@@ -1,4 +1,4 @@
-"""Whether deferred updates are done in two passes, decided by a step's times (`plan.step_model.two_passes`)."""
+"""Whether deferred updates are done in two passes, decided by a step's times (`plan.step_model`)."""
 
 from __future__ import annotations
 

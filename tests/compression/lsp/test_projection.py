@@ -16,6 +16,7 @@ from ds_slide.kernels.dtypes import KERNEL_DTYPES
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split, reference_update_
 from ds_slide.optim.rounding import keys, step_key
+from ds_slide.optim.rule import Elements
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 sides, dimensions, non_zeros = st.integers(1, 40), st.integers(1, 20), st.integers(1, 5)
@@ -126,13 +127,13 @@ def test_permutations_give_adamw_to_the_bit(weight_decay: float) -> None:
         gradient[0, :2], gradient[0, 2:4] = 0.0, -0.0
         gradient = gradient.bfloat16()
         hyper = AdamWHyper(lr=3e-3, betas=(0.9, 0.95), weight_decay=weight_decay, step=step)
-        reference_update_(*expected, list(moments), gradient, hyper)
+        reference_update_(Elements(*expected, list(moments), gradient), hyper)
         compressed = empty(left, right)
         compress(gradient, left, right, compressed, accumulate=False)
         assert torch.equal(compressed[left.indices.long(), right.indices.view(-1).long()], gradient.float())
         without_decay = AdamWHyper(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, step=step)
         update = torch.full((size, size), -0.0, device=DEVICE)
-        reference_update_(update, None, list(compressed_moments), compressed, without_decay)
+        reference_update_(Elements(update, None, list(compressed_moments), compressed), without_decay)
         decompress_apply(*found, update, left, right, decay=hyper.constants().decay, scale=1.0)
         for got, wanted in zip(found, expected, strict=True):
             assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))

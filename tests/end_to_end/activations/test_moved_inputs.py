@@ -37,7 +37,7 @@ from interrupting import Failure, Interrupt
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from ds_slide.plan.spare import MARGIN_SHARE
+from ds_slide.plan.spare import GPU_SHARES
 from ds_slide.runtime.activations.moved_inputs import INPUT_MODIFIED, MovedInput, MovedInputs
 from ds_slide.runtime.memory.gpu_room import GpuRoom
 from ds_slide.runtime.memory.spare_memory import LOOKS
@@ -296,7 +296,7 @@ def test_as_many_move_as_a_batch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         for length in (*[32] * LOOKS[1], 46, 46, 16, 46):
             train(engine, batches(1, length=length), loss)
             moved.append(parts.spare.activations.statistics["move"])
-        missing = 3_000 * 2 * 46 - room + MARGIN_SHARE * (parts.plan.gpu_bytes + room)
+        missing = 3_000 * 2 * 46 - room + GPU_SHARES.margin * (parts.plan.gpu_bytes + room)
     some = math.ceil(missing / (INPUT * 46 / 32))
     # Attention keeps no probabilities, so that the first one of its length is known to need no more than it does.
     assert moved == [*[0] * LOOKS[1], some, some, 0, some] and 0 < some < 4

@@ -15,7 +15,7 @@ from loops import WIDTH, Net, Run, assert_right, inputs, made, outcome, run_loop
 from torch.utils.checkpoint import checkpoint
 
 from ds_slide.errors import SlideError
-from ds_slide.plan.probe.host_room import HostRoom
+from ds_slide.plan.host_room import HostRoom
 from ds_slide.runtime.gradients import holding
 from ds_slide.runtime.memory.tier_moves import move
 

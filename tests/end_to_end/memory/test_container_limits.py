@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from forking import ONE_THREAD
 
-from ds_slide.plan.probe.cgroups import _group_paths, _mounts
+from ds_slide.plan.cgroups import _group_paths, _mounts
 from ds_slide.report.log import size
 
 TESTS = Path(__file__).resolve().parents[2]

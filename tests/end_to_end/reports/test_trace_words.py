@@ -16,7 +16,7 @@ import trace_worker
 import two_ranks
 from harness import batches, ds_config, engine_for, llama, on_ssd, train
 
-from ds_slide.cli.main import main
+from ds_slide.cli.__main__ import main
 from ds_slide.report.causes import LargestWait, lane_shares, largest_waits
 from ds_slide.report.recorded import RecordedStep, read
 from ds_slide.runtime.core.device import Device

@@ -209,7 +209,7 @@ def test_states_can_be_read_and_written_between_steps(ssd_config: Callable[..., 
 def test_several_directories_are_striped(
     ssd_config: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "mixed_bandwidth", lambda *_: 1.0)  # one disk that is busy may seem three of any speed
+    monkeypatch.setattr(files, "mixed_bandwidth", lambda *_: 1.0)  # one disk that is busy may seem three of any speed
     disks = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
     config = ssd_config(ALL | {"nvme_path": [str(disk) for disk in disks]})
     with engine_for(llama(), config) as engine:

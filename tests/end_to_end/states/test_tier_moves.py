@@ -36,11 +36,11 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.plan.movable import movable_states
+from ds_slide.plan.movable import promoted_states, why_fixed
 from ds_slide.runtime.core.allocator import Allocator
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory import tier_moves
-from ds_slide.runtime.memory.tier_moves import move, why_fixed
+from ds_slide.runtime.memory.tier_moves import move
 from ds_slide.store.ssd.store import SsdStore
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -239,7 +239,7 @@ def test_every_byte_is_in_the_plan(tier: str, disk: Path) -> None:
             assert memory["slots"] == min(3, 7 - len(orders) - (0 not in orders))
             assert (memory["host_bytes"], memory["pinned_bytes"]) == (start["host_bytes"], start["pinned_bytes"])
             assert memory["gpu_bytes"] == planned
-            costs = sum(each.nbytes for each in movable_states(runtime.parts.plan, orders))
+            costs = sum(each.nbytes for each in promoted_states(runtime.parts.plan))
             assert planned == start["gpu_bytes"] + costs - start["window_bytes"] + memory["window_bytes"]
             assert engine.optimizer.slide_stats()["memory"] == memory
         assert memory == start
@@ -490,7 +490,7 @@ def test_what_cannot_move_is_refused(slide: dict[str, Any], name: str, why: str)
     with engine_for(llama(), config(slide)) as engine:
         runtime = engine.optimizer.runtime
         unit = next(unit for unit in runtime.units if any(name in entry.name for entry in unit.layout.entries))
-        assert why in (why_fixed(runtime, unit) or "")
+        assert why in (why_fixed(runtime.parts.plan, unit.order) or "")
         with pytest.raises(SlideError, match=f"the states of {unit.name} cannot move .*{why}"):
             move(runtime, runtime.parts.plan.placement.on_gpu ^ {unit.order})
         assert runtime.parts.memory_report["promoted_units"] == 0

@@ -13,8 +13,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import Result, batches, causal_loss, differences, ds_config, engine_for, llama, on_ssd, trained
 
-from ds_slide.plan.step_model import Updates
-from ds_slide.plan.step_model.two_passes import PASS_SHARE
+from ds_slide.plan.step_model import PASS_SHARE, Updates
 from ds_slide.runtime.updates import passes
 from ds_slide.runtime.updates.passes import Passes
 

@@ -11,6 +11,7 @@ from ds_slide.errors import SlideError
 from ds_slide.kernels.offload.adamw_split import BLOCK, adamw_split_
 from ds_slide.optim.adamw import AdamWConstants, AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split, reference_update_
+from ds_slide.optim.rule import Elements
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -52,7 +53,7 @@ def test_has_the_bits_of_the_reference(numel: int, dtype: torch.dtype, adam_w_mo
     for step in (1, 2, 7):
         hyper = AdamWHyper(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, step=step, adam_w_mode=adam_w_mode)
         weight, remainder, *moments = expected
-        reference_update_(weight, remainder, moments, gradient, hyper, 0.37)
+        reference_update_(Elements(weight, remainder, moments, gradient), hyper, 0.37)
         adamw_split_(*found, gradient, *step_of(hyper, 0.37))
         assert_same_bits(found, expected, step)
     assert torch.equal(bits(gradient), bits(unread))

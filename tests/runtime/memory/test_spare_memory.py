@@ -10,8 +10,8 @@ import pytest
 import torch
 from contexts import context_of
 
-from ds_slide.plan.sharing import HEADROOM, HEADROOM_OF_VARYING, Offer, share_out
-from ds_slide.plan.spare import FRAGMENTATION, MARGIN_SHARE, Movable, Shape, Slots
+from ds_slide.plan.sharing import TOLERANCES, Offer, share_out
+from ds_slide.plan.spare import FRAGMENTATION, GPU_SHARES, Movable, Shape, Slots
 from ds_slide.plan.step_model import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
@@ -24,7 +24,7 @@ from ds_slide.runtime.memory.gpu_room import Budget
 from ds_slide.runtime.memory.spare_memory import FIRST_PAUSE, LOOKS, SpareMemory
 
 TOTAL, RESIDENT, UNIT = 16_000, 2_000, 1_000
-MARGIN = int(TOTAL * MARGIN_SHARE)
+MARGIN = int(TOTAL * GPU_SHARES.margin)
 TOKENS, BYTES_PER_TOKEN = 16, 100
 UNITS = 12
 SLOT, LEAST = 250, 2
@@ -318,7 +318,9 @@ def test_states_do_not_come_again_where_batches_need_their_place() -> None:
         assert run.units.orders == promoted
 
 
-@pytest.mark.parametrize(("lengths", "headroom"), [((16, 16), HEADROOM), ((16, 8), HEADROOM_OF_VARYING)])
+@pytest.mark.parametrize(
+    ("lengths", "headroom"), [((16, 16), TOLERANCES.headroom), ((16, 8), TOLERANCES.headroom_of_varying)]
+)
 def test_in_an_accumulation_states_stay_and_leave_room_for_a_longer_batch(
     lengths: Sequence[int], headroom: float
 ) -> None:
@@ -363,7 +365,7 @@ def test_ranks_decide_by_the_one_with_the_least_room() -> None:
     run = Run(ranks=Two(2_500.0))
     run.steps(LOOKS[0])
     need = TOKENS * BYTES_PER_TOKEN
-    room = TOTAL - MARGIN - RESIDENT - need - HEADROOM * need - 2_500
+    room = TOTAL - MARGIN - RESIDENT - need - TOLERANCES.headroom * need - 2_500
     assert run.units.orders == list(range(int(room // UNIT)))
     before = list(run.units.orders)
     run.forward((2, TOKENS))  # on this rank alone: nothing that the other one would have to take part in
@@ -428,7 +430,7 @@ def test_skipped_steps_are_no_accumulation() -> None:
         run.forward()  # and a backward, whose gradients nobody applies
     run.steps(LOOKS[0])
     room = TOTAL - MARGIN - RESIDENT - 200 - TOKENS * BYTES_PER_TOKEN
-    assert len(run.units.orders) == room // UNIT > (room - HEADROOM * TOKENS * BYTES_PER_TOKEN) // UNIT
+    assert len(run.units.orders) == room // UNIT > (room - TOLERANCES.headroom * TOKENS * BYTES_PER_TOKEN) // UNIT
 
 
 def test_a_second_look_takes_back_what_the_first_has_given_too_much() -> None:

@@ -1,4 +1,10 @@
-"""The length of a step with each schedule of updates, from the seconds that it asks of each lane.
+"""The one model of how long a step takes.
+
+Step            seconds of a step and of its lanes: a forecast, or what the engine has measured.
+Step.after      The same step after a `Change`. The engine and `ds-slide plan` share out spare memory by it.
+Updates         seconds that tell both whether updates are done in two passes.
+Work            seconds that a step asks of each lane. `ds_slide.plan.step_work` makes it from a plan and ceilings.
+step_of(work)   The step with one schedule of updates. `scheduled` takes the schedule that the engine takes.
 
 A step has two parts: the backward of its last micro-batch, which gradients and updates follow, and the first forward of
 the next step, which waits for updated weights. The forwards and backwards of the other micro-batches wait only for
@@ -7,12 +13,175 @@ transfers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
 
-from ds_slide.plan.step_model.step import Schedule, Step
-from ds_slide.plan.step_model.two_passes import PASS_SHARE, Updates
+Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
 
-SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes", "speculative")
+
+class Schedules(NamedTuple):
+    """`measured`: the schedule of the latest step. `coming`: the schedule of the updates that it has queued."""
+
+    measured: Schedule
+    coming: Schedule
+
+
+@dataclass(frozen=True)
+class Change:
+    """What moves to the GPU, or stays there.
+
+    `kept_s`: seconds of recomputation saved. `moved_share`: part of the CPU's updates that moves. `gpu_update_s`:
+    seconds that the GPU takes for these updates. `fetches`: fetches of blocks, as a multiple of the present number.
+    `disk_share`: part of the states on SSD that moves.
+    """
+
+    kept_s: float = 0.0
+    moved_share: float = 0.0
+    gpu_update_s: float = 0.0
+    fetches: float = 1.0
+    disk_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step. A step that was measured has no `why` and no phases."""
+
+    schedule: Schedule
+    step_s: float
+    lanes: Mapping[str, float]
+    """Busy seconds of each lane."""
+    holding_s: float = 0.0
+    """Seconds that the update lane adds gradients of later micro-batches to the earlier sums."""
+    inputs_share: float = 0.0
+    """Part of the disk's bytes that are inputs of blocks. They stay on the disk when states leave it."""
+    why: str = ""
+    """Why the schedule is this one, as a clause."""
+    forward_s: float = 0.0
+    """Seconds of the forwards of all micro-batches."""
+    backward_s: float = 0.0
+    ssd_read: int = 0
+    """Bytes."""
+    ssd_written: int = 0
+
+    @property
+    def bound_lane(self) -> str:
+        """The busiest lane."""
+        return max(self.lanes, key=lambda lane: self.lanes[lane])
+
+    @property
+    def bound_s(self) -> float:
+        return self.lanes[self.bound_lane]
+
+    @cached_property
+    def stall_s(self) -> float:
+        """Seconds that the GPU waits."""
+        return max(0.0, self.step_s - self.lanes["compute"])
+
+    @cached_property
+    def busiest_s(self) -> float:
+        """Busy seconds of the busiest lane beside the GPU and the disk."""
+        return max((seconds for lane, seconds in self.lanes.items() if lane not in ("compute", "ssd")), default=0.0)
+
+    @cached_property
+    def queue_s(self) -> float:
+        """Seconds of the queue whose end the GPU waits for. With deferred updates a forward waits for their first
+        pass; gradients that are added up make that queue no longer."""
+        if self.schedule == "under backward":
+            return self.busiest_s
+        updates = max(0.0, self.lanes.get("update", 0.0) - self.holding_s)
+        return updates / 2 if self.schedule == "two passes" else updates
+
+    def recomputing(self, seconds: float) -> Step:
+        """Return this step with `seconds` more of recomputation."""
+        lanes = {**self.lanes, "compute": self.lanes["compute"] + seconds}
+        return replace(self, step_s=self.step_s + seconds, lanes=lanes)
+
+    def after(self, change: Change) -> float:
+        """Return the predicted seconds of this step after `change`.
+
+        Work that is hidden costs nothing until what hides it has become shorter. The GPU waits for the end of a queue,
+        and each second that leaves the queue shortens the wait by a second until the wait is over: 7.6 B waited 0.32 s
+        of 1.50, and 0.05 s of 1.24 when 12 of its 28 blocks had moved. Where the disk is busy for longer than the
+        queue, the updates themselves wait for the disk.
+        """
+        computes = self.lanes["compute"] - change.kept_s + change.gpu_update_s
+        disk, off_disk = self.lanes.get("ssd", 0.0), change.disk_share * (1.0 - self.inputs_share)
+        if disk > self.queue_s:
+            gone = max(self.stall_s, disk) * off_disk
+        else:
+            gone = max(self.stall_s, self.queue_s) * change.moved_share
+        return max(
+            computes + max(0.0, self.stall_s - gone),
+            self.busiest_s * (1.0 - change.moved_share),
+            self.lanes.get("h2d", 0.0) * change.fetches,
+            disk * (1.0 - off_disk),
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether deferred updates are done in two passes: the weights under the next forward, the states under its backward.
+#
+# The next forward needs only the new weights. The first pass reads gradient, states and master and writes the master.
+# The second computes the same states from the same inputs and writes them, before the block's next gradient arrives.
+# For AdamW in fp32 each pass moves 18 bytes a parameter instead of 26. A step then takes max(forward, first pass) +
+# max(backward, second pass) instead of max(forward, update) + backward.
+
+PASS_SHARE = 18 / 26 / 0.95
+"""Time of either pass, as a part of a whole update's time: AdamW moves 18 of its 26 bytes, at little less than its
+rate. It was 0.62 to 0.77 in trainings on two H100 hosts, 0.74 on one H200 host, and 0.79 to 0.85 on another
+(benchmarks/results/2026-11-26_nvidia-h100_forecast.md, 2026-11-23_nvidia-h200_hand-sweep.md, page passes)."""
+UPDATE_BOUND = 0.9
+"""A forward that waits for updates is at most this much longer than they are."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Seconds of deferred updates in one pass, and of the work that hides them.
+
+    `forward_s`: from the end of a step until the next backward begins, waits included. `left_s`: remaining seconds of
+    the forward when the awaited updates have ended. `reach_s`: from the begin of the backward until it comes to the
+    last unit that the CPU updates."""
+
+    whole_s: float
+    forward_s: float
+    left_s: float
+    reach_s: float
+
+    @classmethod
+    def measured(cls, busy_s: float, forward_s: float, reach_s: float, *, in_two: bool) -> Updates:
+        """Return the updates of a measured step. `busy_s`: busy seconds of the update lane. `in_two`: in two passes."""
+        whole, awaited = (busy_s / (2 * PASS_SHARE), busy_s / 2) if in_two else (busy_s, busy_s)
+        return cls(whole, forward_s, max(0.0, forward_s - awaited), reach_s)
+
+    @property
+    def exceed_forward(self) -> bool:
+        """Whether a forward does not hide them."""
+        return self.whole_s > UPDATE_BOUND * self.forward_s
+
+    @property
+    def second_pass_pays(self) -> bool:
+        """Whether two passes make the step shorter, where updates do not fit under the forward.
+
+        With one pass the backward gets to that unit after whole_s + left_s + reach_s. With two it takes the first
+        pass, and then the second pass or left_s + reach_s, whichever is longer.
+        """
+        return self.whole_s * (2 * PASS_SHARE - 1) < self.left_s + self.reach_s
+
+    @property
+    def two_passes_pay(self) -> bool:
+        return self.exceed_forward and self.second_pass_pays
+
+
+def mean_backward_s(seconds: float, backwards: int) -> float:
+    """Return the mean seconds of one backward, from `seconds` over `backwards` of them. Between each two lies a forward
+    of half that time."""
+    return seconds / (backwards + (backwards - 1) / 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The length of a step with each schedule of updates, from the seconds that it asks of each lane.
 
 
 @dataclass(frozen=True)
@@ -111,7 +280,7 @@ def scheduled(work: Work, *, below_limit: bool = False) -> Step:
 
 def all_schedules(work: Work) -> dict[Schedule, Step]:
     """Return the step with each schedule, allowed or not."""
-    return {schedule: step_of(work, schedule) for schedule in SCHEDULES}
+    return {schedule: step_of(work, schedule) for schedule in get_args(Schedule)}
 
 
 def updates_of(work: Work) -> Updates:

@@ -14,9 +14,9 @@ from ds_slide.compression.codec import Identity
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.plan.disk import StatesOnSsd, _that_stay
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize
+from ds_slide.plan.step_work import StatesOnSsd, _that_stay
 from ds_slide.store.state_buffers import optimizer_buffers
 
 torch = pytest.importorskip("torch")

@@ -13,18 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ds_slide.config import shown
 from ds_slide.errors import SlideError
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "ceilings"
+PRESETS = Path(__file__).resolve().parents[1].joinpath("configs", "ceilings")
 """Files of machines that were measured before, by name."""
 
 
 ATTENTION_WIDTH = 128
 """Elements of each head in the attention that is measured."""
-_OF_WIDTH = 0.4
-"""The rate of attention grows with this power of the width, up to `ATTENTION_WIDTH`. Heads of 64 elements have the same
-exponentials, and reach 0.70 to 0.85 of the rate of heads of 128, with 512 to 32,768 tokens
-(benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md)."""
-
-
 _Rate = Annotated[float, Field(gt=0)]
 _Keys = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
 
@@ -67,7 +61,9 @@ class GpuCeilings(_Figures):
         (short, of_short), (long, of_long) = seconds[0], seconds[-1]
         shared = max(0.0, of_short - of_long) / (1 / short - 1 / long)
         constant = max(0.0, of_long - shared / long)
-        return min(1.0, width / ATTENTION_WIDTH) ** _OF_WIDTH / (constant + shared / max(1, keys))
+        # Heads of 64 elements have the same exponentials, and reach 0.70 to 0.85 of the rate of heads of 128, with 512
+        # to 32,768 tokens (benchmarks/results/2026-11-26_nvidia-h100_host-and-kernels.md).
+        return min(1.0, width / ATTENTION_WIDTH) ** 0.4 / (constant + shared / max(1, keys))
 
 
 class CpuCeilings(_Figures):

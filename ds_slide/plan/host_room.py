@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import bisect
+import os
 import resource
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from ds_slide.plan.probe.cgroups import MemoryLimit, memory_limits
+from ds_slide.plan.cgroups import MemoryLimit, memory_limits
 from ds_slide.report.log import size
 
 # Address space for the stacks (8 MiB) and malloc's arenas (64 MiB) of the threads that an engine starts. 14 threads
 # take it on a small machine; update threads need only a stack.
 THREADS_ADDRESS_SPACE = 1 << 30
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def local_ranks() -> int:
+    """Ranks on this machine, as launchers announce them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
 
 
 @dataclass(frozen=True)
@@ -75,3 +82,34 @@ def _name(limit: MemoryLimit) -> str:
 
 def _for_each(ranks: int) -> str:
     return "" if ranks == 1 else f", for {ranks} ranks"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which addresses of this process are pages of files, like weights that `from_pretrained` loads, until written to. The
+# kernel counts such pages as available memory already, so that unmapping them frees nothing more.
+
+# Files in memory: their pages are not available.
+_IN_MEMORY = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")
+
+
+@dataclass(frozen=True)
+class FileMappings:
+    """Ranges [start, end) of addresses, ascending."""
+
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+    @staticmethod
+    def now(maps: Path = Path("/proc/self/maps")) -> FileMappings:
+        """Read the mappings that the kernel lists: address range, permissions, offset, device, inode, path."""
+        ranges = []
+        for line in maps.read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[4] != "0" and not fields[5].startswith(_IN_MEMORY):
+                start, end = (int(address, 16) for address in fields[0].split("-"))
+                ranges.append((start, end))
+        return FileMappings([start for start, _ in ranges], [end for _, end in ranges])
+
+    def holds(self, address: int) -> bool:
+        place = bisect.bisect_right(self.starts, address) - 1
+        return place >= 0 and address < self.ends[place]

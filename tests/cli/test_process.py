@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_slide.cli.doctor.process import measure_process
 from ds_slide.errors import SlideError
-from ds_slide.plan.ceilings.process import measure_process
 
 TORCH_BYTES = 150 << 20
 """More than Python and a torch without CUDA leave out, and less than these have (229 MB of 467)."""
@@ -41,7 +41,7 @@ def test_it_grows_with_what_a_library_takes(ahead: Path, whole: int) -> None:
 
 def test_a_process_that_takes_too_long_is_told(ahead: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (ahead / "sitecustomize.py").write_text("import threading\nthreading.Event().wait()\n")
-    monkeypatch.setattr("ds_slide.plan.ceilings.process._LONGEST_S", 3)
+    monkeypatch.setattr("ds_slide.cli.doctor.process._LONGEST_S", 3)
     with pytest.raises(SlideError, match="it took more than 3 s"):
         measure_process(on_gpu=False)
 

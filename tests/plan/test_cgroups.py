@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from ds_slide.plan.probe import cgroups
-from ds_slide.plan.probe.cgroups import memory_limits
+from ds_slide.plan import cgroups
+from ds_slide.plan.cgroups import memory_limits
 
 GIB = 1 << 30
 NONE_1 = 9223372036854771712  # "no limit" of version 1

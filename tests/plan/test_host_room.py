@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_slide.plan.probe import host_room as module
-from ds_slide.plan.probe.cgroups import MemoryLimit
-from ds_slide.plan.probe.host_room import THREADS_ADDRESS_SPACE, host_room, share_with
+from ds_slide.plan import host_room as module
+from ds_slide.plan.cgroups import MemoryLimit
+from ds_slide.plan.host_room import THREADS_ADDRESS_SPACE, host_room, share_with
 from ds_slide.report.log import size
 
 GIB = 1 << 30

@@ -19,9 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Version 1 says "no limit" as the largest number of whole pages; no machine has an exbibyte.
-_UNLIMITED = 1 << 60
-
 
 @dataclass(frozen=True)
 class MemoryLimit:
@@ -148,7 +145,8 @@ def _reclaimable(directory: Path, version: int) -> int:
 def _number(path: Path) -> int | None:
     """Return the number in a file; None for no limit, and where the file is missing (the topmost group has none)."""
     text = _text(path).strip()
-    if not text.isdigit() or int(text) >= _UNLIMITED:
+    # Version 1 says "no limit" as the largest number of whole pages; no machine has an exbibyte.
+    if not text.isdigit() or int(text) >= 1 << 60:
         return None
     return int(text)
 

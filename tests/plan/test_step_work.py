@@ -12,14 +12,13 @@ from ds_slide.compression.codec import Identity
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.plan.ceilings.figures import Ceilings
+from ds_slide.plan.ceilings import Ceilings
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize
 from ds_slide.plan.operations import Operation
 from ds_slide.plan.rates import HOST_OPERATION_S, Rates
-from ds_slide.plan.step_model import Schedule, Step, all_schedules, scheduled, work_of
-from ds_slide.plan.step_model.two_passes import PASS_SHARE
-from ds_slide.plan.step_model.work import BESIDE_COPIES, update_bytes
+from ds_slide.plan.step_model import PASS_SHARE, Schedule, Step, all_schedules, scheduled
+from ds_slide.plan.step_work import BESIDE_COPIES, update_bytes, work_of
 from ds_slide.plan.trace import Segment, StepTrace
 from ds_slide.store.state_buffers import optimizer_buffers
 

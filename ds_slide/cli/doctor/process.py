@@ -33,7 +33,6 @@ _SHAPE = {
     "num_key_value_heads": 1,
 }
 """A Llama with heads of 64 elements, a size that GPUs' attention kernels take: 0.2 M parameters, 0.4 MB of weights."""
-_TOKENS = 128
 
 
 def measure_process(*, on_gpu: bool) -> int:
@@ -65,11 +64,12 @@ def _train(device: torch.device) -> None:
     (benchmarks/results/2026-11-23_nvidia-h200_default.jsonl, gpu-only)."""
     for name in _LIBRARIES:
         importlib.import_module(name)
+    count = 128
     if importlib.util.find_spec(TRANSFORMERS) is None:
-        weight = torch.randn(_TOKENS, _TOKENS, device=device, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(count, count, device=device, dtype=torch.bfloat16, requires_grad=True)
         (weight @ weight).sum().backward()
         return
-    tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
+    tokens = torch.zeros(1, count, dtype=torch.long, device=device)
     transformers: Any = importlib.import_module(TRANSFORMERS)
     config = transformers.AutoConfig.for_model("llama", **_SHAPE)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)

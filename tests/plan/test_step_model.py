@@ -1,4 +1,4 @@
-"""Properties of every step that `Work` describes."""
+"""The model of a step: properties of every step that `Work` describes, and what a step takes after a change."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_slide.plan.step_model import Updates, Work, all_schedules, mean_backward_s, scheduled
-from ds_slide.plan.step_model.schedules import updates_of
-from ds_slide.plan.step_model.two_passes import PASS_SHARE
+from ds_slide.plan.step_model import (
+    PASS_SHARE,
+    Change,
+    Schedule,
+    Step,
+    Updates,
+    Work,
+    all_schedules,
+    mean_backward_s,
+    scheduled,
+    updates_of,
+)
 
 seconds, share = st.floats(0.0, 1.0), st.floats(0.0, 1.0)
 SHARES = ("through_ring", "inputs_share", "outer_last")
@@ -96,3 +105,76 @@ def test_the_choice_does_not_depend_on_the_passes_that_were_measured(whole: floa
 def test_a_backward_is_twice_a_forward() -> None:
     assert mean_backward_s(2.0, 1) == 2.0
     assert mean_backward_s(4 * 2.0 + 3 * 1.0, 4) == pytest.approx(2.0)
+
+
+# After a change ------------------------------------------------------------
+
+
+def test_a_forward_waits_for_the_updates_before_it() -> None:
+    """14 B, of which 10.7 G parameters are updated by the host in two passes of 1.27 s: each unit that goes to the GPU
+    shortens the wait by its part of a pass, and no more is to be had than the wait."""
+    busy = {"compute": 2.9, "update": 2.54, "h2d": 0.4}
+    step = Step("two passes", 3.46, busy)
+    assert (step.stall_s, step.queue_s, step.busiest_s) == (pytest.approx(0.56), 1.27, 2.54)
+    assert step.after(Change(moved_share=0.1)) == pytest.approx(3.46 - 0.127)
+    assert step.after(Change(moved_share=0.6)) == 2.9
+    assert Step("deferred", 3.46, busy).queue_s == Step("under backward", 3.46, busy).queue_s == 2.54
+
+
+def test_gradients_that_are_added_up_make_no_queue_longer() -> None:
+    """3 B, 4 x 4 x 2048: the lane was busy for 0.50 s with 16 units, 0.20 of them for gradients of later micro-batches,
+    and the forward waited for 0.125. Four units were expected to end that wait, and ended a half of it."""
+    busy = {"compute": 1.208, "update": 0.50}
+    step = Step("deferred", 1.333, busy, holding_s=0.20)
+    assert (step.queue_s, step.busiest_s) == (pytest.approx(0.30), 0.50)
+    assert step.after(Change(moved_share=4 / 16)) == pytest.approx(1.333 - 0.075)
+    assert Step("deferred", 1.333, busy).after(Change(moved_share=4 / 16)) == pytest.approx(1.208)
+    assert Step("two passes", 1.333, busy, holding_s=0.20).queue_s == pytest.approx(0.15)
+
+
+def test_what_a_disk_holds_up_gets_shorter_by_what_leaves_the_disk() -> None:
+    """Updates that leave host memory help nothing, and those of all states on SSD end the wait for it."""
+    step = Step("deferred", 14.4, {"compute": 0.4, "update": 0.8, "ssd": 14.0})
+    assert step.busiest_s == 0.8
+    assert step.after(Change(moved_share=0.1)) == 14.4
+    assert step.after(Change(moved_share=0.1, disk_share=0.25)) == pytest.approx(14.4 - 3.5)
+    assert step.after(Change(moved_share=0.5, disk_share=1.0)) == 0.4
+
+
+def test_inputs_on_ssd_do_not_leave_with_states() -> None:
+    """Two thirds of the disk's time are theirs, so all states take a third of it off the step, and no more."""
+    busy = {"compute": 1.0, "update": 0.2, "ssd": 9.0}
+    step = Step("deferred", 9.0, busy, inputs_share=2 / 3)
+    assert step.after(Change(moved_share=1.0, disk_share=1.0)) == pytest.approx(6.0)
+    assert Step("deferred", 9.0, busy).after(Change(moved_share=1.0, disk_share=1.0)) == 1.0
+
+
+amounts, shares = st.floats(0, 2), st.floats(0, 1)
+SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes")
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    lanes = {lane: draw(amounts) for lane in ("compute", "update", "h2d", "d2h", "ssd")}
+    return Step(draw(st.sampled_from(SCHEDULES)), max(lanes.values()) + draw(amounts), lanes)
+
+
+@settings(deadline=None)
+@given(steps(), shares, shares)
+def test_what_leaves_never_makes_a_step_longer(step: Step, less: float, more: float) -> None:
+    """Nor shorter than the lanes that stay."""
+    less, more = sorted((less, more))
+    assert step.after(Change()) == pytest.approx(step.step_s)
+    for field in ("moved_share", "disk_share"):
+        few, many = (step.after(Change(**{field: part})) for part in (less, more))
+        assert many <= few + 1e-9 <= step.step_s + 2e-9
+        assert many >= max(step.lanes["compute"], step.lanes["h2d"])
+    assert step.after(Change(kept_s=less)) >= step.step_s - less - 1e-9
+
+
+@settings(deadline=None)
+@given(steps(), amounts)
+def test_recomputation_is_time_of_the_gpu(step: Step, seconds: float) -> None:
+    more = step.recomputing(seconds)
+    assert more.stall_s == pytest.approx(step.stall_s, abs=1e-9)
+    assert more.after(Change(kept_s=seconds)) == pytest.approx(step.step_s, abs=1e-9)

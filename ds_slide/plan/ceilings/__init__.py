@@ -1,1 +1,0 @@
-"""The highest rates of a machine, by measurement. The plan's times are made from them."""

@@ -1,1 +1,0 @@
-"""What the machine leaves this process to plan with."""
