@@ -121,7 +121,8 @@ def test_bytes_of_a_step(
     all blocks stay in their slots: then nothing is read for backward either. Whole pages add a little."""
     # Few buffers: what stays in them from step to step would not have to be read.
     slide = ALL | {"window": window, "ssd_buffers": 2, "weight_buffers": 4}
-    with engine_for(llama(), ssd_config(slide, *sections, clip=clip, accumulation=accumulation)) as engine:
+    settings = ssd_config(slide, *sections, clip=clip, accumulation=accumulation)
+    with engine_for(llama(num_hidden_layers=6), settings) as engine:
         runtime = engine.optimizer.runtime
 
         def bytes_so_far() -> int:
