@@ -329,7 +329,7 @@ def test_an_adapter_needs_states_for_what_it_trains(
     path = config(ds_slide={"enabled": True, "gpu_states": 0})
 
     def host_bytes(*adapter: object) -> int:
-        ran = ds_slide("plan", "--deepspeed_config", path, *SMALL, *ROOM, *H200, *adapter, "--json")
+        ran = ds_slide("plan", "--deepspeed_config", path, *TWO_BLOCKS, *ROOM, *H200, *adapter, "--json")
         entries: dict[str, int] = ran.answer["tiers"]["host"]["entries"]
         return entries["placed by the plan"]
 
@@ -349,5 +349,5 @@ def test_what_is_no_adapter(ds_slide: Callable[..., Any], config: Callable[..., 
         (wrong, "PEFT cannot read its adapter_config.json"),
         (other, "--adapter does not fit the model"),
     ):
-        ran = ds_slide("plan", "--deepspeed_config", config(), *SMALL, *ROOM, *H200, "--adapter", adapter)
+        ran = ds_slide("plan", "--deepspeed_config", config(), *TWO_BLOCKS, *ROOM, *H200, "--adapter", adapter)
         assert ran.code == 1 and message in ran.error + ran.out

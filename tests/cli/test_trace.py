@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -25,15 +24,16 @@ AT = 100.0
 """Of the clock, when the first step begins."""
 
 
-def write(path: Path, rank: int = 0) -> None:
-    """Two steps. In each the compute stream waits half a second for a block whose update takes as long."""
-    trace = Trace(TraceRequest(path, FIRST, LAST), ["outer", "block.0"], ["h2d", "update"])
+def write(path: Path, rank: int = 0, steps: tuple[int, ...] = (FIRST, LAST)) -> None:
+    """Steps in each of which the compute stream waits half a second for a block whose update takes as long."""
+    trace = Trace(TraceRequest(path, steps[0], steps[-1]), ["outer", "block.0"], ["h2d", "update"])
     waits = Waits(NoRanges())
     waits.is_recording = True
     ready, updated = "the weights of block.0 in a slot of the window", "the update of block.0"
     waits.keepers |= {ready: "ds_slide-h2d", updated: "ds_slide-update"}
     trace.begin(AT)
-    for number, begin in ((FIRST, AT), (LAST, AT + SECONDS)):
+    for number in steps:
+        begin = AT + SECONDS * (number - FIRST)
         trace.compute.enter(("forward", 1), Marker(at=begin + 0.5))
         trace.stall.add_interval(Marker(at=begin + 0.5), Marker(at=begin + 1.0), 0, (ready, -1))
         trace.compute.leave(("forward", 1), Marker(at=begin + 1.5))
@@ -142,12 +142,13 @@ def test_files_that_are_no_traces(path: Path, tmp_path: Path, ds_slide: Callable
     assert "step 7 is not in the trace, which has steps 3 to 4" in refused(ds_slide("trace", path, "--step", "7"))
 
 
-def test_damage_ends_in_a_sentence(path: Path, tmp_path: Path, ds_slide: Callable[..., Any]) -> None:
+def test_damage_ends_in_a_sentence(tmp_path: Path, ds_slide: Callable[..., Any]) -> None:
     """Whatever value is lost or replaced: the file is read, or refused in one sentence."""
-    document = json.loads(path.read_text())
     damaged, ends, draws = tmp_path / "damaged.json", 0, find_spec("matplotlib") is not None
-    for number, (change, where) in enumerate(changes(document)):
-        broken = copy.deepcopy(document)
+    write(damaged, steps=(FIRST,))
+    text = damaged.read_text()
+    for number, (change, where) in enumerate(changes(json.loads(text))):
+        broken = json.loads(text)
         change(broken)
         damaged.write_text(json.dumps(broken))
         ran = ds_slide("trace", damaged, *(["--plot", tmp_path / "step.svg"] if draws and number % 20 == 0 else []))

@@ -23,8 +23,8 @@ def disk(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quick_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Projectors are fitted in two steps."""
-    monkeypatch.setattr("ds_slide.runtime.gradients.learning.FIT_STEPS", 2)
+    """Projectors are fitted in one step."""
+    monkeypatch.setattr("ds_slide.runtime.gradients.learning.FIT_STEPS", 1)
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,15 @@
 """RLIMIT_MEMLOCK where a driver keeps to it, and where it does not: by a driver that counts what it registers."""
 
-import os
+import json
 import shutil
 import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+import warm
 
 from ds_slide.report.log import size
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # Refuses what is longer than LIMIT bytes, where that is set.
 DRIVER = r"""
 #include <cstdio>
@@ -32,50 +30,58 @@ extern "C" int cuMemHostRegister_v2(void*, size_t nbytes, unsigned) {
 }
 extern "C" int cuGetErrorName(int, char const** name) { *name = "CUDA_ERROR_OUT_OF_MEMORY"; return 0; }
 """
+# Each case in a fork, with the compiled driver in place of libcuda.so.1.
 SCRIPT = """
-    import resource, sys
+    import ctypes, json, os, resource, sys
     from ds_slide.errors import SlideError
     from ds_slide.store import host_memory
-    soft, needed, exempt = map(int, sys.argv[1:])
-    if soft >= 0:
+
+    ctypes.CDLL(sys.argv[1])
+    for soft, needed, exempt, limit in json.loads(sys.argv[2]):
+        print("case", flush=True)
+        if os.fork():
+            assert os.wait()[1] == 0
+            continue
+        if limit is not None:
+            os.environ["LIMIT"] = str(limit)
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))
-    host_memory._is_exempt = lambda: bool(exempt)
-    try:
-        host_memory.require_page_locks(needed)
-        print("may")
-    except SlideError as error:
-        print(error)
+        host_memory._is_exempt = lambda: exempt
+        try:
+            host_memory.require_page_locks(needed)
+            print("may")
+        except SlideError as error:
+            print(error)
+        break
 """
 MIB = 1 << 20
 
 
+REFUSED = (1 * MIB, 50 * MIB, False, 1 * MIB)
+BELIEVED = (1 * MIB, 50 * MIB, False, None)
+NOT_ASKED = [(1 * MIB, MIB, False, 0), (MIB, 50 * MIB, True, 0)]
+"""Limit of the process, what is needed, whether the process is exempt, and what the driver registers at most."""
+
+
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
+def said(tmp_path_factory):
+    """What each case prints, the driver included."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("driver")
     (folder / "driver.cpp").write_text(DRIVER)
-    command = [compiler, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.cpp")]
+    name, library = "libcuda.so.1", str(folder / "libcuda.so.1")
+    command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", library, str(folder / "driver.cpp")]
     subprocess.run(command, check=True)
-    return str(folder)
+    cases = [REFUSED, BELIEVED, *NOT_ASKED]
+    (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
+    run = warm.start(folder / "script.py", library, json.dumps(cases), folder=folder)
+    assert run.end() == 0, run.log
+    return dict(zip(cases, [each.splitlines() for each in run.log.split("case\n")[1:]], strict=True))
 
 
-def ask(driver, soft, needed, exempt=0, **variables):
-    environment = os.environ | {"LD_LIBRARY_PATH": driver, "PYTHONPATH": str(REPOSITORY)} | variables
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(soft), str(needed), str(exempt)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout.splitlines()
-
-
-def test_a_driver_that_keeps_to_the_limit_refuses_by_its_name(driver):
-    asked, message = ask(driver, 1 * MIB, 50 * MIB, LIMIT=str(1 * MIB))
+def test_a_driver_that_keeps_to_the_limit_refuses_by_its_name(said):
+    asked, message = said[REFUSED]
     assert asked == f"asked {5 * MIB}"
     assert message.startswith(
         f"host tier: the GPU copies from up to {size(50 * MIB)} of page-locked memory, but RLIMIT_MEMLOCK "
@@ -83,10 +89,10 @@ def test_a_driver_that_keeps_to_the_limit_refuses_by_its_name(driver):
     )
 
 
-def test_a_driver_that_does_not_is_believed(driver):
-    assert ask(driver, 1 * MIB, 50 * MIB) == [f"asked {5 * MIB}", "unregistered", "may"]
+def test_a_driver_that_does_not_is_believed(said):
+    assert said[BELIEVED] == [f"asked {5 * MIB}", "unregistered", "may"]
 
 
-@pytest.mark.parametrize(("soft", "needed", "exempt"), [(1 * MIB, MIB, 0), (MIB, 50 * MIB, 1)])
-def test_who_needs_no_more_or_has_no_limit_does_not_ask(driver, soft, needed, exempt):
-    assert ask(driver, soft, needed, exempt, LIMIT="0") == ["may"]
+@pytest.mark.parametrize("case", NOT_ASKED, ids=["needs no more", "exempt"])
+def test_who_needs_no_more_or_has_no_limit_does_not_ask(said, case):
+    assert said[case] == ["may"]

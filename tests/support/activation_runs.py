@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import harness
 import pytest
 import torch
 from adapters import adapted
-from harness import Batch, Result, batches, ds_config, engine_for, llama, states_of, train
+from harness import Batch, Result, batches, ds_config, engine_for, states_of, train
 from torch import nn
 
 from ds_slide.plan.keeping import Keepable, Kept
@@ -41,6 +42,8 @@ DELAYS = {"debug": {"lane_delay_ms": 40.0, "seed": 3}}
 Handle = Callable[[int, int], None]
 
 DROPOUT = {"attention_dropout": 0.1, "attn_implementation": "eager"}
+llama = functools.partial(harness.llama, num_hidden_layers=6)
+"""So many blocks that some are kept, some moved and some recomputed."""
 
 
 def qwen2() -> nn.Module:

@@ -180,7 +180,7 @@ def refusal(config: dict[str, Any]) -> str:
 
 
 def main(rank: int, folder: Path) -> None:
-    learning.FIT_STEPS = 2
+    learning.FIT_STEPS = 1
     with two_ranks.as_rank(rank, folder) as seen:
         for name in sys.argv[2:]:
             slide, settings = RUNS[name]

@@ -29,6 +29,7 @@ deepspeed_logger.setLevel(logging.ERROR)
 Batch = dict[str, torch.Tensor]
 VOCABULARY = 256
 BATCH, LENGTH = 2, 32
+LAYERS = 4
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 
 HYPER = AdamWHyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -76,14 +77,14 @@ def engine_for(model: nn.Module, config: dict[str, Any], **arguments: Any) -> It
 
 
 def llama(seed: int = 0, **options: Any) -> nn.Module:
-    """A Llama of six blocks with 45 thousand parameters each."""
+    """A Llama of four blocks with 45 thousand parameters each."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 172,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,

@@ -22,7 +22,7 @@ def main(rank: int, folder: Path) -> None:
 
     with two_ranks.as_rank(rank, folder):
         config = ds_config({"window": 2, "trace": {"path": str(folder / "step.json"), "steps": [3, 3]}})
-        with engine_for(llama(), config) as engine:
+        with engine_for(llama(num_hidden_layers=6), config) as engine:
             train(engine, batches(3, seed=rank), late_loss)
 
 

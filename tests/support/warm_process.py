@@ -16,10 +16,17 @@ from pathlib import Path
 from forking import ask_cpu_once, require_one_thread
 
 MODULES = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "ds_slide.integration.checkpoint_save",
+    "ds_slide.integration.inference",
     "ds_slide.integration.optimizer",
+    "ds_slide.integration.selfcheck",
+    "pytest",
     "setuptools",
     "torch._dynamo",
+    "torch.utils.cpp_extension",
     "transformers.models.llama.modeling_llama",
 )
 
@@ -44,6 +51,9 @@ def become(request):
 def main():
     for name in MODULES:
         importlib.import_module(name)
+    importlib.import_module("deepspeed.accelerator").get_accelerator().create_op_builder("ShareMemCommBuilder").load(
+        False
+    )
     ask_cpu_once()
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, all that was made here

@@ -26,11 +26,12 @@ from activation_runs import (
     config_of,
     expected,
     layers_of,
+    llama,
     run,
     with_hooks_inside,
 )
 from allocated import storages
-from harness import Batch, Result, batches, differences, engine_for, llama, states_of, to_bf16, train
+from harness import Batch, Result, batches, differences, engine_for, states_of, to_bf16, train
 from interrupting import Failure, Interrupt
 from moving import promote
 from torch import nn

@@ -30,8 +30,9 @@ from activation_runs import (
     free_buffers,
     handle_of,
     layers_of,
+    llama,
 )
-from harness import Result, batches, differences, engine_for, llama, on_ssd, states_of, train
+from harness import Result, batches, differences, engine_for, on_ssd, states_of, train
 from interrupting import Failure, Interrupt
 from ssd_fault_runs import Launcher, launched, needs_shim
 

@@ -22,11 +22,12 @@ from activation_runs import (
     config_of,
     expected,
     layers_of,
+    llama,
     run,
 )
 from all_mixed import all_mixed, all_of
 from allocated import storages
-from harness import Result, batches, differences, engine_for, llama, states_of, to_bf16, train
+from harness import Result, batches, differences, engine_for, states_of, to_bf16, train
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -28,11 +28,12 @@ from activation_runs import (
     free_buffers,
     handle_of,
     layers_of,
+    llama,
     run,
     with_hooks_inside,
 )
 from allocated import storages
-from harness import Batch, Result, batches, differences, engine_for, llama, train
+from harness import Batch, Result, batches, differences, engine_for, train
 from interrupting import Failure, Interrupt
 from torch import nn
 from torch.autograd.graph import save_on_cpu

@@ -8,8 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from activation_runs import BLOCK_BYTES, CASES, FUNCTION, MODELS, OWN_BYTES, SCHEDULES, STEPS, config_of, layers_of, run
-from harness import batches, differences, engine_for, llama, train
+from activation_runs import (
+    BLOCK_BYTES,
+    CASES,
+    FUNCTION,
+    MODELS,
+    OWN_BYTES,
+    SCHEDULES,
+    STEPS,
+    config_of,
+    layers_of,
+    llama,
+    run,
+)
+from harness import batches, differences, engine_for, train
 from interrupting import Failure
 from torch import nn
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from harness import (
+    LAYERS,
     Batch,
     Result,
     batches,
@@ -150,7 +151,7 @@ def test_only_the_weights_are_held(caplog: pytest.LogCaptureFixture) -> None:
             new.remove(name)
         assert new == ["ds_slide-h2d", "ds_slide-watchdog"]
     assert own_threads() == before
-    (line,) = [record.message for record in caplog.records if "parameters in 6 blocks" in record.message]
+    (line,) = [record.message for record in caplog.records if f"parameters in {LAYERS} blocks" in record.message]
     assert "no optimizer, forwards only" in line
 
 
@@ -462,7 +463,7 @@ def test_memory_that_an_engine_has_not_touched_yet_is_not_free(monkeypatch: pyte
             for name, state_buffer in unit.state.buffers.items()
             if name.startswith("exp_avg")
         )
-        assert moments > 2_000_000
+        assert moments > 1_500_000
         assert alone - host_free() >= moments
         train(engine, batches(2))
         states_of(engine.module)  # waits for the updates

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Result, batches, differences, llama, same_bits, to_bf16
+from harness import LAYERS, Result, batches, differences, llama, same_bits, to_bf16
 from reference_worker import FORWARDS, PAIRS, SECOND_SEED, logits_of
 
 WORKER = "reference_worker.py"
@@ -51,7 +51,7 @@ def test_each_rank_holds_its_part_of_the_weights(name: str, seen: list[dict[str,
         found = results["forwards"][name]
         assert parameters / 2 <= found["padded"] < 1.01 * parameters / 2
         # A block on SSD takes whole pages.
-        assert 2 * found["padded"] <= found["bytes"] <= 2 * found["padded"] + (6 * 4096 if name == "SSD" else 0)
+        assert 2 * found["padded"] <= found["bytes"] <= 2 * found["padded"] + (LAYERS * 4096 if name == "SSD" else 0)
         assert found["gathered"] == ({True, False} if name == "SSD" else {name.startswith("gathered")})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import deepspeed
 import pytest
-from harness import batches, differences, ds_config, engine_for, llama, states_of, train
+from harness import LAYERS, batches, differences, ds_config, engine_for, llama, states_of, train
 
 from ds_slide.errors import SlideConfigError
 from ds_slide.report import chrome, trace
@@ -83,7 +83,7 @@ def test_events_of_a_lane_follow_each_other_and_name_their_blocks(tmp_path: Path
         of_row.sort()
         assert of_row[0][0] >= 0
         assert all(left[1] <= right[0] + 0.01 for left, right in itertools.pairwise(of_row)), row
-    blocks = {f"model.layers.{number}" for number in range(6)}
+    blocks = {f"model.layers.{number}" for number in range(LAYERS)}
     named = defaultdict(set)
     for event in events(path):
         named[event["lane"], event["what"]].add(event["unit"])

@@ -63,7 +63,7 @@ def recorded(
     path: Path, slow: Slow, patch: pytest.MonkeyPatch, slide: dict[str, Any], disk: Path | None = None
 ) -> RecordedStep:
     config = ds_config({"window": 2, "trace": {"path": str(path), "steps": [2, STEP]}, **slide})
-    with engine_for(llama(), config if disk is None else on_ssd(config, disk)) as engine:
+    with engine_for(llama(num_hidden_layers=6), config if disk is None else on_ssd(config, disk)) as engine:
         slow(engine.optimizer.runtime.parts, patch)
         train(engine, batches(STEPS))
     return read(path)[-1]
@@ -179,7 +179,7 @@ def test_ranges_of_a_profiler_begin_and_end(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Device, "begin_range", lambda _, name: begun.setdefault(len(begun), name) and len(begun) - 1)
     monkeypatch.setattr(Device, "end_range", lambda _, of: None if of is None else ended.append(of))
     config = ds_config({"window": 2, "trace": {"path": str(tmp_path / "step.json"), "steps": [3, 4]}})
-    with engine_for(llama(), config) as engine:
+    with engine_for(llama(num_hidden_layers=6), config) as engine:
         train(engine, batches(2)[:1])
         assert not begun
         train(engine, batches(5))

@@ -62,11 +62,11 @@ def in_both_places(
 ) -> tuple[Result, Result]:
     """What `program(engine, accumulation)` gives with all states in memory, and with the held gradients of all blocks
     but `blocks` on SSD."""
-    with engine_for(llama(), ds_config({}, accumulation=accumulation, **others)) as engine:
+    with engine_for(llama(num_hidden_layers=BLOCKS), ds_config({}, accumulation=accumulation, **others)) as engine:
         in_memory = program(engine, accumulation)
     with room_for_gradients_of(blocks) as plan:
         config = ssd_config(folder, slide, accumulation=accumulation, **others)
-        with engine_for(llama(), config) as engine:
+        with engine_for(llama(num_hidden_layers=BLOCKS), config) as engine:
             assert len(plan().placement.gradients_on_ssd) == BLOCKS - blocks
             units = [unit for unit in engine.optimizer.runtime.units if unit.state.buffers["gradient"].tier == "ssd"]
             assert [unit.order for unit in units] == sorted(plan().placement.gradients_on_ssd)
@@ -177,7 +177,10 @@ def test_a_disk_that_fails_ends_the_run_in_one_error(
             raise SlideError(f"SSD tier: the transfer failed with error {errno.EIO}")
         transfer(store, parts)
 
-    with room_for_gradients_of(0), engine_for(llama(), ssd_config(tmp_path, accumulation=accumulation)) as engine:
+    with (
+        room_for_gradients_of(0),
+        engine_for(llama(num_hidden_layers=BLOCKS), ssd_config(tmp_path, accumulation=accumulation)) as engine,
+    ):
         monkeypatch.setattr(SsdStore, write, fail)
         started = time.monotonic()
         message = r"^the update lane stopped with SlideError: SSD tier: .* error 5; .*resume from the last checkpoint$"

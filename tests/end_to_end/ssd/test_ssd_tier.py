@@ -16,7 +16,7 @@ from harness import batches, differences, ds_config, engine_for, llama, on_ssd, 
 
 from ds_slide.plan.allocations import BLOCK_RING, CHUNK_BUFFERS, PIECES_RING
 from ds_slide.runtime.build_ssd import _update_order
-from ds_slide.store.ssd import store
+from ds_slide.store.ssd import files
 
 # Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
 CHUNK_NUMEL = 4096
@@ -121,7 +121,8 @@ def test_bytes_of_a_step(
     all blocks stay in their slots: then nothing is read for backward either. Whole pages add a little."""
     # Few buffers: what stays in them from step to step would not have to be read.
     slide = ALL | {"window": window, "ssd_buffers": 2, "weight_buffers": 4}
-    with engine_for(llama(), ssd_config(slide, *sections, clip=clip, accumulation=accumulation)) as engine:
+    settings = ssd_config(slide, *sections, clip=clip, accumulation=accumulation)
+    with engine_for(llama(num_hidden_layers=6), settings) as engine:
         runtime = engine.optimizer.runtime
 
         def bytes_so_far() -> int:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEPS = 3
 # The first unit on the GPU is the outer module of 33 thousand parameters (12 bytes each there), then 45 thousand by
-# block (14 bytes): this is room for the outer module and two blocks of six.
+# block (14 bytes): this is room for the outer module and two blocks of four.
 SOME_STATES = 1_800_000
 
 PLACEMENTS: dict[str, dict[str, Any]] = {

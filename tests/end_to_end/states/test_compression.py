@@ -18,6 +18,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
 )
 from harness import (
+    LAYERS,
     batches,
     differences,
     ds_config,
@@ -90,7 +91,7 @@ def test_between_permutations_it_is_exact(slide: dict[str, Any], others: dict[st
     compressed = {"compression": LSP | {"d": 64, "r": 1, "check_every": 2}}
     found, statistics = trained(slide | compressed, data, **others)
     assert not differences(expected, found)
-    assert statistics["compression"]["refits"] == STEPS // 2 * 6 * 2  # q and o of six blocks
+    assert statistics["compression"]["refits"] == STEPS // 2 * LAYERS * 2  # q and o
     assert expected.norms == found.norms
 
 
@@ -104,8 +105,8 @@ def test_blocks_learn_and_move_less() -> None:
     assert not differences(found, again)
     assert found.losses[-1] < found.losses[0] - 0.3
     # 128 numbers of a block go down as they are; a matrix as 32 x 32, those of k and v as 16 x 16.
-    assert exactly["lanes"]["d2h"]["bytes"] == 6 * 2 * 45_440
-    assert compressed["lanes"]["d2h"]["bytes"] == 6 * 2 * (128 + 5 * 32 * 32 + 2 * 16 * 16)
+    assert exactly["lanes"]["d2h"]["bytes"] == LAYERS * 2 * 45_440
+    assert compressed["lanes"]["d2h"]["bytes"] == LAYERS * 2 * (128 + 5 * 32 * 32 + 2 * 16 * 16)
 
 
 @pytest.mark.usefixtures("quick_fits")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from harness import batches, differences, ds_config, engine_for, llama, states_of, train
+from harness import LAYERS, batches, differences, ds_config, engine_for, llama, states_of, train
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.optim.reference import encode_split
@@ -54,7 +54,7 @@ def test_it_learns_as_with_exact_masters_and_repeats() -> None:
     assert rounded.losses[-1] < rounded.losses[0] - 0.5
     assert rounded.losses == pytest.approx(exact.losses, abs=0.03) and rounded.losses != exact.losses
     assert not differences(rounded, late)
-    numel = 6 * (45_440 - 128)  # all of the blocks but their norms
+    numel = LAYERS * (45_440 - 128)  # all of the blocks but their norms
     assert (of_exact["rounded_masters"], of_rounded["rounded_masters"]) == (0, numel)
     assert of_exact["gpu_bytes"] - of_rounded["gpu_bytes"] == 2 * numel
 

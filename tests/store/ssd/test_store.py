@@ -8,8 +8,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm
 
 from ds_slide import _native
 from ds_slide.errors import SlideError
@@ -408,27 +407,29 @@ SCRIPT = """
 """
 
 
-def started(script: str, parent: Path, backend: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT) + textwrap.dedent(script), str(parent), backend],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def started(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., warm.Run]:
+    """Runs a script that goes on from `SCRIPT`, with its store in `tmp_path`."""
+
+    def start(script: str, backend: str = "auto") -> warm.Run:
+        folder = tmp_path_factory.mktemp("script")
+        (folder / "script.py").write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(script))
+        return warm.start(folder / "script.py", tmp_path, backend, folder=folder)
+
+    return start
 
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_process_that_never_closes_exits_cleanly_with_transfers_under_way(tmp_path, backend):
-    process = started("store.write(part, lambda: None); store.read(part, lambda: None)", tmp_path, backend)
-    output, errors = process.communicate(timeout=WAIT_S)
-    assert (process.returncode, output, errors) == (0, "", "")
+def test_a_process_that_never_closes_exits_cleanly_with_transfers_under_way(tmp_path, started, backend):
+    run = started("store.write(part, lambda: None); store.read(part, lambda: None)", backend)
+    assert (run.end(), run.log) == (0, "")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_completions_that_arrive_during_the_interpreters_exit_do_not_abort_it(tmp_path, backend):
+def test_completions_that_arrive_during_the_interpreters_exit_do_not_abort_it(tmp_path, started, backend):
     """A thread that comes back from C++ into an interpreter that is gone ends the process with SIGABRT."""
     script = """
     import threading
@@ -441,13 +442,12 @@ def test_completions_that_arrive_during_the_interpreters_exit_do_not_abort_it(tm
     for _ in range(100):
         turns.acquire()
     """
-    process = started(script, tmp_path, backend)
-    output, errors = process.communicate(timeout=WAIT_S)
-    assert (process.returncode, output, errors) == (0, "", "")
+    run = started(script, backend)
+    assert (run.end(), run.log) == (0, "")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_process_killed_while_it_writes_leaves_nothing(tmp_path):
+def test_a_process_killed_while_it_writes_leaves_nothing(tmp_path, started):
     script = """
     def again():
         store.write(part, again)
@@ -456,15 +456,15 @@ def test_a_process_killed_while_it_writes_leaves_nothing(tmp_path):
     import threading
     threading.Event().wait()
     """
-    process = started(script, tmp_path, "auto")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=WAIT_S)
+    run = started(script)
+    while not (run.folder / "log").exists() or run.log != "writing\n":
+        assert not run.has_ended(0.01), run.log
+    run.kill()
+    assert run.end() == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
 
 
-def test_a_forked_child_can_neither_use_nor_end_its_parents_store(tmp_path):
+def test_a_forked_child_can_neither_use_nor_end_its_parents_store(tmp_path, started):
     script = """
     child = os.fork()
     if child == 0:
@@ -479,9 +479,8 @@ def test_a_forked_child_can_neither_use_nor_end_its_parents_store(tmp_path):
     store.write_now(part)
     assert os.path.exists(f"/proc/self/fd/{store.files.descriptors[0]}")
     """
-    process = started(script, tmp_path, "auto")
-    output, errors = process.communicate(timeout=WAIT_S)
-    assert (process.returncode, output, errors) == (0, "", "")
+    run = started(script)
+    assert (run.end(), run.log) == (0, "")
     assert not list(tmp_path.iterdir())
 
 
