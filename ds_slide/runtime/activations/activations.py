@@ -200,6 +200,15 @@ class Activations:
     def leave_unasked(self) -> None:
         """Run the script's model as it is written in this forward."""
         self._taken.leave_unasked()
+        self._count_taken()
+
+    def leave_compiled(self, order: int) -> None:
+        """Run a compiled block as it is written, from this forward on: dynamo would trace what decides about it."""
+        if order in self._orders:
+            self._taken.leave_at_once(order)
+            self._count_taken()
+
+    def _count_taken(self) -> None:
         self._orders = self._taken.orders
         self._kept = self._kept.of(self._orders)
         self._handled = _statistics(len(self._orders), self._kept, self._kept.nbytes(self.keepable(self._shape)))

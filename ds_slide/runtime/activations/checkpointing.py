@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from ds_slide.plan.trace import FUNCTION
+from ds_slide.runtime.core.compiled_code import is_compiled, uncompiled
 from ds_slide.runtime.core.trees import add_tensors
 from ds_slide.runtime.core.unit import Unit
 
@@ -107,6 +108,11 @@ class TakenOver:
         """Leave this block as it is written from the next forward on."""
         self._left.add(order)
 
+    def leave_at_once(self, order: int) -> None:
+        """Leave this block as it is written, and give it back if it is taken."""
+        self._left.add(order)
+        self._give_back(lambda _: True, order)
+
     def is_unasked(self, order: int) -> bool:
         """Whether the block is taken over at present though the script has not asked for it."""
         return self._taken[order].unasked
@@ -119,10 +125,10 @@ class TakenOver:
         """Give all of it back. Harmless when called twice."""
         self._give_back(lambda _: True)
 
-    def _give_back(self, which: Callable[[_Taken], bool]) -> None:
+    def _give_back(self, which: Callable[[_Taken], bool], order: int | None = None) -> None:
         for unit, module in self._blocks if self._taken else ():
             taken = self._taken.get(unit.order)
-            if taken is None or not which(taken):
+            if taken is None or not which(taken) or order not in (None, unit.order):
                 continue
             del self._taken[unit.order]
             own = vars(module)
@@ -139,7 +145,7 @@ def _as_written(module: nn.Module) -> Checkpoint | None:
     """Return the checkpoint of a block if leaving it out does not change the results, otherwise None."""
     # transformers sets it in the module's own dictionary: `getattr` on a module is slow, and there are 100 of them.
     written = vars(module).get(FUNCTION)
-    if written is None or not vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
+    if written is None or not vars(module).get(FLAG) or not module.training or is_compiled(module):
         return None
     options = _options(written)
     plain = written.func if isinstance(written, functools.partial) else written
@@ -155,7 +161,7 @@ def _as_written(module: nn.Module) -> Checkpoint | None:
 def _is_plain(module: nn.Module, inside: Sequence[nn.Module]) -> bool:
     """Whether a block without checkpointing computes the same with it: a second forward would call the script's own
     hooks a second time."""
-    if vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
+    if vars(module).get(FLAG) or not module.training or is_compiled(module):
         return False
     return not _has_hooks(inside, _is_foreign)
 
@@ -208,7 +214,7 @@ class CacheHooks:
     def __init__(self, model: nn.Module, found: Callable[[], None]) -> None:
         self._found = found
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
-        self._handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._handle = model.register_forward_pre_hook(uncompiled(self._before), with_kwargs=True)
 
     @classmethod
     def on(cls, root: nn.Module, found: Callable[[], None]) -> list[CacheHooks]:
