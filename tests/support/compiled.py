@@ -74,11 +74,15 @@ def _compile_forward(layer: nn.Module, backend: Any) -> None:
     layer.forward = torch.compile(layer.forward, backend=backend)
 
 
+def layers_of(engine: Any) -> list[Any]:
+    return [module for module in engine.module.modules() if isinstance(module, Block)]
+
+
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "engine": lambda engine, backend: engine.compile(backend=backend),
-    "layers": lambda engine, backend: [layer.compile(backend=backend) for layer in engine.module.layers],
-    "forwards": lambda engine, backend: [_compile_forward(layer, backend) for layer in engine.module.layers],
-    "mlps": lambda engine, backend: [layer.mlp.compile(backend=backend) for layer in engine.module.layers],
+    "layers": lambda engine, backend: [layer.compile(backend=backend) for layer in layers_of(engine)],
+    "forwards": lambda engine, backend: [_compile_forward(layer, backend) for layer in layers_of(engine)],
+    "mlps": lambda engine, backend: [layer.mlp.compile(backend=backend) for layer in layers_of(engine)],
 }
 
 
@@ -107,10 +111,15 @@ def losses(engine: Any, data: list[torch.Tensor]) -> list[float]:
 
 
 def losses_of(
-    model: nn.Module, slide: dict[str, Any] | None, way: str | None = None, backend: Any = None, **config: Any
+    model: nn.Module,
+    slide: dict[str, Any] | None,
+    way: str | None = None,
+    backend: Any = None,
+    data: list[torch.Tensor] | None = None,
+    **config: Any,
 ) -> list[float]:
     """The losses of `STEPS` steps. `slide` None is stock; `way` None compiles nothing."""
     with no_compilation_after(), engine_for(model, ds_config(slide, **config)) as engine:
         if way is not None:
             WAYS[way](engine, backend)
-        return losses(engine, tokens())
+        return losses(engine, data or tokens())
