@@ -119,6 +119,10 @@ class SlideRuntime:
         if not in_backward() and not (self.parts.context.trains and self._module.training and torch.is_grad_enabled()):
             self.bindings.residents.end_computing()  # otherwise a backward follows, and computing ends with it
 
+    def find_compiled(self, unit: Unit) -> None:
+        """Leave a block as it is written that `torch.compile` compiles with what is around it."""
+        self.parts.spare.activations.leave_compiled(unit.order)
+
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
         require_no_transform()
         if (compute := self.parts.context.recorder.compute) is not None:

@@ -116,6 +116,15 @@ class Activations:
     def leave_unasked(self) -> None:
         """Run the script's model as it is written in this forward."""
         self._taken.leave_unasked()
+        self._count_taken()
+
+    def leave_compiled(self, order: int) -> None:
+        """Run a compiled block as it is written, from this forward on: dynamo would trace what decides about it."""
+        if order in self.costs.orders:
+            self._taken.leave_at_once(order)
+            self._count_taken()
+
+    def _count_taken(self) -> None:
         orders = self.costs.orders = self._taken.orders
         kept = self._forward.kept = self._forward.kept.of(orders)
         candidates = self.costs.keepable(self._forward.shape)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_slide.plan.trace import FUNCTION
 from ds_slide.runtime.core.calls import add_tensors
+from ds_slide.runtime.core.compiled_code import is_compiled, uncompiled
 from ds_slide.runtime.core.unit import Unit
 
 FLAG = "gradient_checkpointing"
@@ -182,6 +183,11 @@ class TakenOver:
         """Leave this block as it is written from the next forward on."""
         self._left.add(order)
 
+    def leave_at_once(self, order: int) -> None:
+        """Leave this block as it is written, and give it back."""
+        self._left.add(order)
+        self._give_back((order,))
+
     def leave_unasked(self) -> None:
         """Give back the blocks whose script has no checkpointing: this forward is not the same with it."""
         self._give_back(self.unasked)
@@ -208,7 +214,7 @@ def _as_written(module: nn.Module) -> Checkpoint | None:
     """Return the checkpoint of a block if leaving it out does not change the results, otherwise None."""
     # transformers sets it in the module's own dictionary: `getattr` on a module is slow, and there are 100 of them.
     written = vars(module).get(FUNCTION)
-    if written is None or not vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
+    if written is None or not vars(module).get(FLAG) or not module.training or is_compiled(module):
         return None
     plain, options = written, {}
     if isinstance(written, functools.partial):
@@ -225,7 +231,7 @@ def _as_written(module: nn.Module) -> Checkpoint | None:
 def _is_plain(module: nn.Module, inside: Sequence[nn.Module]) -> bool:
     """Whether a block without checkpointing computes the same with it: a second forward would call the script's own
     hooks a second time."""
-    if vars(module).get(FLAG) or not module.training or module._compiled_call_impl is not None:
+    if vars(module).get(FLAG) or not module.training or is_compiled(module):
         return False
     return not any(map(_is_foreign, _hook_owners(inside)))
 
@@ -269,7 +275,7 @@ class CacheHooks:
     def __init__(self, model: nn.Module, runner: RunsBlocks) -> None:
         self._runner = runner
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
-        self._handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._handle = model.register_forward_pre_hook(uncompiled(self._before), with_kwargs=True)
 
     @classmethod
     def on(cls, root: nn.Module, runner: RunsBlocks) -> list[CacheHooks]:

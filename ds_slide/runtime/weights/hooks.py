@@ -35,6 +35,7 @@ from ds_slide.runtime.core.calls import (
     is_opaque,
     unwrapped,
 )
+from ds_slide.runtime.core.compiled_code import uncompiled
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.outputs import OutputEvents, hook_outputs
 from ds_slide.runtime.weights.passed import Passed, differentiable, fields_in, tensors_of
@@ -47,6 +48,7 @@ from ds_slide.runtime.weights.window import Slot
 class BlockEvents(Protocol):
     """The receiver of a block's events. All calls come from the compute thread."""
 
+    def find_compiled(self, unit: Unit) -> None: ...
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None: ...
     def leave_forward(self, unit: Unit) -> None: ...
     def enter_backward(self, unit: Unit) -> Slot | None: ...
@@ -161,15 +163,18 @@ class BlockHooks:
         self._whole_gradients = WholeGradients(unit, events)
         module = unit.spec.module
         self._handles = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_pre_hook(uncompiled(self._before, self._found_compiled), with_kwargs=True),
             # always_call: an exception inside the block must not leave its slot bound for ever.
-            module.register_forward_hook(self._after, always_call=True),
+            module.register_forward_hook(uncompiled(self._after), always_call=True),
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._whole_gradients.give_up()
+
+    def _found_compiled(self) -> None:
+        self._events.find_compiled(self._unit)
 
     def close_left_open(self) -> None:
         """Take the hooks for saved tensors away, if they are still there: an interrupt (Ctrl-C) ends a forward without
@@ -280,7 +285,7 @@ class OuterHooks:
     def __init__(self, module: nn.Module, units: Sequence[Unit], weights: ResidentWeights) -> None:
         self._units = units
         self._weights = weights
-        self._handle = module.register_forward_pre_hook(self._before)
+        self._handle = module.register_forward_pre_hook(uncompiled(self._before))
 
     @classmethod
     def on(cls, root: nn.Module, outer_units: Sequence[Unit], weights: ResidentWeights) -> list[OuterHooks]:
@@ -314,8 +319,8 @@ class RootHooks:
         self._root = root
         self._events = events
         self._handles = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after, always_call=True),
+            module.register_forward_pre_hook(uncompiled(self._before), with_kwargs=True),
+            module.register_forward_hook(uncompiled(self._after), always_call=True),
         ]
 
     def remove(self) -> None:
@@ -326,7 +331,7 @@ class RootHooks:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if call_under_way() is Call.FORWARD and (not self._root.active or self._root.is_left_open()):
             self._events.begin_forward(args, kwargs)
-            self._root.begin(None if torch.compiler.is_compiling() else sys._getframe(1))
+            self._root.begin(sys._getframe(2))  # the caller of `uncompiled`
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if call_under_way() is Call.FORWARD:

@@ -1,0 +1,101 @@
+"""`torch.compile` under the engine: stock's losses, and one compilation for all equal blocks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from compiled import FP32, STEPS, WAYS, Counting, Net, losses, losses_of, no_compilation_after, tokens
+from harness import ds_config, engine_for
+from torch import nn
+
+from ds_slide.runtime.core.compiled_code import uncompiled
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+CHECKPOINTS = {"none": None, "non-reentrant": False, "reentrant": True}
+PLACES: dict[str, dict[str, Any]] = {
+    "streamed": {"window": 2},
+    "mixed": {"window": 2, "gpu_states": 400_000},
+    "resident": {"window": 2, "gpu_states": "1GiB"},
+}
+QUICK = [
+    ("engine", "none", "streamed"),
+    ("layers", "none", "mixed"),
+    ("layers", "reentrant", "streamed"),
+    ("layers", "non-reentrant", "streamed"),
+    ("forwards", "non-reentrant", "resident"),
+    ("mlps", "none", "streamed"),
+]
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(WAYS, CHECKPOINTS, PLACES)
+]
+
+
+@functools.cache
+def stock(*, fp32: bool) -> list[float]:
+    return losses_of(Net(), None, **(FP32 if fp32 else {}))
+
+
+def counts(way: str, reentrant: bool | None) -> int:
+    """How often a block is compiled: also for the forward without gradients of the re-entrant form."""
+    if way == "mlps" or (way == "engine" and reentrant is not None):
+        return 0  # dynamo leaves a checkpoint alone that has a hook inside, and so what the checkpoint calls
+    return 2 if reentrant else 1
+
+
+@pytest.mark.parametrize(("way", "checkpointing", "places"), CASES)
+def test_losses_are_stocks_and_blocks_are_compiled_once(way: str, checkpointing: str, places: str) -> None:
+    reentrant = CHECKPOINTS[checkpointing]
+    backend = Counting("aot_eager")
+    found = losses_of(Net(reentrant), PLACES[places], way, backend, **FP32)
+    assert found == pytest.approx(stock(fp32=True), abs=1e-6)
+    assert backend.blocks == counts(way, reentrant)
+
+
+# 0.01: single roundings of bf16. A compiled block keeps more of its numbers in fp32.
+@pytest.mark.parametrize(
+    ("way", "fp32", "tolerance"),
+    [
+        ("layers", True, 1e-5),
+        pytest.param("engine", True, 1e-5, marks=pytest.mark.slow),
+        pytest.param("layers", False, 0.01, marks=pytest.mark.slow),
+        pytest.param("engine", False, 0.01, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_of_inductor_are_stocks(way: str, fp32: bool, tolerance: float) -> None:
+    backend = Counting("inductor")
+    found = losses_of(Net(), PLACES["streamed"], way, backend, **(FP32 if fp32 else {}))
+    assert found == pytest.approx(stock(fp32=fp32), abs=tolerance)
+    assert backend.blocks == 1
+
+
+def test_a_block_in_another_slot_is_not_compiled_again() -> None:
+    backend = Counting("aot_eager")
+    with no_compilation_after(1), engine_for(Net(), ds_config({"window": 3}, **FP32)) as engine:
+        WAYS["layers"](engine, backend)
+        places: set[int] = set()
+        first = engine.module.layers[0]
+        first.register_forward_pre_hook(uncompiled(lambda *_: places.add(first.mlp.up.weight.data_ptr())))
+        losses(engine, tokens(2 * STEPS))
+    assert len(places) > 1
+    assert backend.blocks == 1
+
+
+def adapted() -> nn.Module:
+    """LoRA in fp32 beside frozen weights. The first block's input has no gradient."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    return peft.get_peft_model(Net(), peft.LoraConfig(r=4, target_modules=["up", "mix"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("way", ["layers", pytest.param("engine", marks=pytest.mark.slow)])
+def test_losses_of_adapters_are_stocks(way: str) -> None:
+    expected = losses_of(adapted(), None, **FP32)
+    backend = Counting("aot_eager")
+    assert losses_of(adapted(), PLACES["streamed"], way, backend, **FP32) == pytest.approx(expected, abs=1e-6)
+    assert backend.blocks == 2  # the first block, and all others
