@@ -17,6 +17,7 @@ masters is for units that stay on the GPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -254,6 +255,10 @@ class Identity:
     def entries(self) -> Sequence[Entry]:
         return [entry for entry in self.layout.entries if entry.trainable]
 
+    @functools.cached_property
+    def _offsets(self) -> list[int]:
+        return [entry.offset for entry in self.layout.entries]
+
     def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
         out = out[: self.numel]
         if out.is_cuda:
@@ -267,8 +272,7 @@ class Identity:
 
         square_sum = torch.empty((), dtype=torch.float64, device=out.device)
         given = [None if gradient is None else gradient.to(self.dtype) for gradient in gradients]
-        offsets = [entry.offset for entry in self.layout.entries[: len(gradients)]]  # as in `_flat`
-        pack_gradients(given, out, offsets, square_sum, accumulate=accumulate)
+        pack_gradients(given, out, self._offsets[: len(gradients)], square_sum, accumulate=accumulate)
         return square_sum
 
     def encode_by_torch(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> None:

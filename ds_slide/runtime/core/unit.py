@@ -238,14 +238,17 @@ class Unit:
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take the gradients out of the parameters."""
         gradients = self.gradients()
+        self._leave_without()
+        return gradients
+
+    def _leave_without(self) -> None:
         for parameter, _ in self.trainable:
             parameter.grad = None
-        return gradients
 
     def drop_gradients(self) -> None:
         """Drop what `gradients` returns: its copy is under way."""
         if self.gradient.taken is None:
-            self.take_gradients()
+            self._leave_without()
         self.gradient.taken = None
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
