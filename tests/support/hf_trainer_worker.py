@@ -1,7 +1,7 @@
 """Trains with Hugging Face's Trainer on stock ZeRO-3 and on DS-Slide, then DS-Slide resumed from its checkpoint; and
 evaluates on both without a training.
 
-    python hf_trainer_worker.py FOLDER
+    python hf_trainer_worker.py FOLDER [RUN ...]
 
 Each run is a fork, because accelerate keeps one configuration for a process. Leaves FOLDER/RUN.pt: what a run logged,
 and the weights that its Trainer saved; or FOLDER/RUN.err: the standard error of one that must be refused. Not a test
@@ -26,6 +26,8 @@ import ds_slide  # noqa: F401  (for a source tree on the path; an installed pack
 STEPS, SAVED_AT = 8, 4
 RUNS = ("stock", "slide", "resumed")
 EVALUATIONS = ("stock-evaluation", "slide-evaluation")
+COMPILED = ("stock", "compiled")
+"""Runs of test_compiled_trainer; "compiled" is with the key."""
 REFUSED = ("json", "adafactor")
 """A value in the JSON, which TrainingArguments refuse, and an optimizer, which Trainer brings to `initialize`."""
 VOCABULARY, LENGTH = 256, 32
@@ -69,6 +71,7 @@ def trainer_of(run: str, out: Path) -> Trainer:
         deepspeed=ds_config(run),
         logging_steps=1,
         optim="adafactor" if run == "adafactor" else "adamw_torch",
+        torch_compile=run == "compiled",
         report_to=[],
         disable_tqdm=True,
         seed=1,
@@ -110,7 +113,7 @@ def train(run: str, folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> None:
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.update(launcher)
-    for run in (*REFUSED, *RUNS, *EVALUATIONS):
+    for run in sys.argv[2:] or (*REFUSED, *RUNS, *EVALUATIONS):
         if child := os.fork():
             if (os.waitpid(child, 0)[1] != 0) != (run in REFUSED):
                 sys.exit(f"the run {run} has {'not ' if run in REFUSED else ''}failed")
