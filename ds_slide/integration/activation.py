@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ds_slide.integration import STOCKS
-from ds_slide.integration.early import around, install_in_parser, install_in_zero_init, replaced, slide_config
+from ds_slide.integration.early import around, install_in_parser, install_in_zero_init, slide_config
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,7 @@ def _ours_is_built(engine: Any, *_args: Any, **_kwargs: Any) -> Iterator[None]:
 
     from ds_slide.integration.optimizer import SlideZeroOptimizer
     from ds_slide.integration.parameter_offload import SlideZeroOffload
+    from ds_slide.integration.selfcheck import replaced
 
     # Stock gives DeepSpeedZeRoOffload no process group: it takes the parameters' group.
     group = engine.seq_data_parallel_group

@@ -194,17 +194,6 @@ def around(owner: Any, name: str, context: Callable[..., AbstractContextManager[
     setattr(owner, name, method)
 
 
-@contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Let the attribute `name` of `module` be `value` meanwhile."""
-    stock = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)
-
-
 def install(module: ModuleType) -> None:
     """Wrap `HfDeepSpeedConfig` of the module `accelerate.utils.deepspeed`, the first place where Trainer reads the
     JSON. Idempotent."""

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -242,3 +243,14 @@ def check_extension() -> None:
 def faults(symbols: Iterable[Symbol]) -> list[str]:
     """Return one phrase for each symbol that is missing or has other parameters than expected."""
     return [fault for symbol in symbols if (fault := symbol.fault()) is not None]
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a name of DeepSpeed be `value` meanwhile."""
+    stock = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ds_slide.integration.early import replaced
+from ds_slide.integration.selfcheck import replaced
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.rule import UpdateRule
 
