@@ -37,7 +37,7 @@ def uncompiled(hook: Callable[..., Any], found: Callable[[], None] | None = None
             set_eval_frame(around)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    skip_code(run.__code__)
+    skip_code(run.__code__)  # type: ignore[attr-defined]
     return run
 
 
