@@ -54,7 +54,7 @@ class Net(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
 class Counting:

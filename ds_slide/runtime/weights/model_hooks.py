@@ -22,6 +22,10 @@ from ds_slide.runtime.weights.saved_weights import SavedWeights
 if TYPE_CHECKING:
     from ds_slide.runtime.engine import SlideRuntime
 
+_KEY = "ds_slide.wide"
+"""The hooks' key in their module. Dynamo traces these hooks, because the linear layers inside of a block have them, and
+guards on the keys. Torch's own keys count up, so `torch.compile` would compile each block anew."""
+
 _Place = tuple[nn.Module, str, torch.dtype]
 """A module, the name of a parameter that it owns, and the data type of the copy."""
 
@@ -34,10 +38,10 @@ class WideHooks:
         self._device_type = device_type
         self._hidden: list[list[tuple[nn.Module, str]]] = []
         """The hidden parameters of every call under way."""
-        self._handles = [
-            module.register_forward_pre_hook(self._before),
-            module.register_forward_hook(self._after, always_call=True),
-        ]
+        self._module = module
+        module._forward_pre_hooks[_KEY] = self._before  # type: ignore[index]
+        module._forward_hooks[_KEY] = self._after  # type: ignore[index]
+        module._forward_hooks_always_called[_KEY] = True  # type: ignore[index]
 
     @classmethod
     def on(cls, root: nn.Module, units: Sequence[Unit], device_type: str) -> list[WideHooks]:
@@ -58,8 +62,10 @@ class WideHooks:
         return hooks
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        own = self._module
+        if own._forward_pre_hooks.get(_KEY) == self._before:  # type: ignore[call-overload]
+            for held in (own._forward_pre_hooks, own._forward_hooks, own._forward_hooks_always_called):
+                held.pop(_KEY, None)  # type: ignore[call-overload]
         self.close_left_open()
 
     def close_left_open(self) -> None:

@@ -167,17 +167,30 @@ def _compiled(model: nn.Module) -> None:
     layers_of(model)[0].compile(backend="eager")
 
 
+def _with_compiled_forward(model: nn.Module) -> None:
+    layer = layers_of(model)[0]
+    layer.forward = torch.compile(layer.forward, backend="eager")
+
+
 def _evaluating(model: nn.Module) -> None:
     layers_of(model)[0].eval()
 
 
-@pytest.mark.parametrize("changed", [_hooked, _with_statistics, _compiled, _evaluating])
+@pytest.mark.parametrize("changed", [_hooked, _with_statistics, _compiled, _with_compiled_forward, _evaluating])
 def test_blocks_that_are_not_the_same_when_they_run_twice_are_left_alone(changed: Callable[[nn.Module], None]) -> None:
     model = llama()
     changed(model)
     with engine_for(model, config_of({"gpu_memory": "1GiB"})) as engine:
         train(engine, batches(2))
         assert engine.optimizer.slide_stats()["activations"]["checkpointed"] == 5
+
+
+@pytest.mark.slow
+def test_a_model_that_is_compiled_as_a_whole_is_left_alone() -> None:
+    with engine_for(llama(), config_of({"gpu_memory": "1GiB"})) as engine:
+        engine.compile(backend="eager")
+        train(engine, batches(2))
+        assert engine.optimizer.slide_stats()["activations"]["checkpointed"] == 0
 
 
 def test_a_model_that_supports_no_checkpointing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

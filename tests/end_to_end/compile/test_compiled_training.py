@@ -99,3 +99,12 @@ def test_losses_of_adapters_are_stocks(way: str) -> None:
     backend = Counting("aot_eager")
     assert losses_of(adapted(), PLACES["streamed"], way, backend, **FP32) == pytest.approx(expected, abs=1e-6)
     assert backend.blocks == 2  # the first block, and all others
+
+
+def test_blocks_with_narrowed_weights_are_compiled_once() -> None:
+    """Under `torch_autocast` the linear layers inside of a block have hooks, too."""
+    autocast = {"bf16": None, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    expected = losses_of(Net(), PLACES["streamed"], **autocast)
+    backend = Counting("aot_eager")
+    assert losses_of(Net(), PLACES["streamed"], "layers", backend, **autocast) == expected
+    assert backend.blocks == 1
