@@ -20,7 +20,7 @@ MODULES = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "ds_slide.integration.checkpoint_save",
-    "ds_slide.integration.inference",
+    "ds_slide.integration.parameter_offload",
     "ds_slide.integration.optimizer",
     "ds_slide.integration.selfcheck",
     "pytest",
