@@ -161,6 +161,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.loss_scale"),
     Symbol(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.param_groups"),
     Symbol(_OFFLOAD, "FWD_MODULE_STACK"),
+    Symbol(_OFFLOAD, "ZeROOrderedDict.__init__", "self parent_module"),
     Symbol(_PARTITION, "_init_external_params", "module"),
     Symbol(
         _STAGE3,

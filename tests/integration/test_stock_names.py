@@ -84,7 +84,7 @@ def test_values_that_stock_has() -> None:
             }
             found.append((leaves, engine.optimizer.model_parallel_group, engine.optimizer.model_parallel_rank))
     assert found[0] == found[1]
-    assert len(found[0][0]) == 6
+    assert len(found[0][0]) == 4
 
 
 def test_what_stays_on_the_gpu_is_called_persistent() -> None:

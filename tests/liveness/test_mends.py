@@ -50,7 +50,7 @@ def test_without_both_mends_the_first_hang_is_back(monkeypatch: pytest.MonkeyPat
     waits = {wait.thread: wait for wait in found["slow disk"].waits}
     assert any("enter_forward" in line for line in waits["compute"].stack)
     assert any("Future.wait" in line for line in waits["ds_slide-h2d"].stack)
-    assert "'asked': {True: [], False: [" in found["slow disk"].message
+    assert "'asked': {'urgent': [], 'demand': [" in found["slow disk"].message
 
 
 @needs_press

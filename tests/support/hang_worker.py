@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -83,7 +84,8 @@ class HangRun(Run):
         original = SsdStore.__init__
 
         def init(store: SsdStore, *arguments: Any, **options: Any) -> None:
-            original(store, *arguments, **{**options, "request_bytes": nbytes, "queue_depth": 1})
+            io = dataclasses.replace(options["io"], request_bytes=nbytes, queue_depth=1)
+            original(store, *arguments, **{**options, "io": io})
 
         SsdStore.__init__ = init  # type: ignore[method-assign]
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.core.futures import wait_on_stream
 from ds_slide.runtime.weights.saved_weights import hooks_around
 
 WIDTH, BLOCKS = 32, 4
@@ -143,7 +144,7 @@ def check_that_nothing_is_left(engine: Any) -> None:
     assert runtime.bindings.slots == {}
     assert all(parameter.grad is None for parameter in engine.module.parameters())
     for staging in runtime.parts.gradients._stagings:
-        runtime.wait(staging.free)
+        wait_on_stream(staging.free, runtime.device, runtime.parts.context.recorder)
     runtime.parts.context.lanes.d2h.drain()
     runtime.parts.context.lanes.update.drain()
 

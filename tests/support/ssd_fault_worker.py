@@ -167,9 +167,9 @@ class Run:
         on_ssd = self.engine.optimizer.runtime.parts.ssd.parts.optimizer
         last = max(chunk.offset for states in on_ssd.values() for chunk in states.chunks)
         owner = ssd_unit.SsdOptimizerStates
-        original, calls, done = owner.store_chunk, itertools.count(1), False
+        original, calls, done = owner.put_back, itertools.count(1), False
 
-        def store_chunk(states: Any, index: int, *arguments: Any) -> None:
+        def put_back(states: Any, index: int, *arguments: Any) -> None:
             nonlocal done
             due = states.chunks[index].offset == last if which == "last" else next(calls) == which
             if due and not done:
@@ -177,7 +177,7 @@ class Run:
                 self.act([list(action)])
             original(states, index, *arguments)
 
-        setattr(owner, "store_chunk", store_chunk)  # noqa: B010
+        setattr(owner, "put_back", put_back)  # noqa: B010
 
     def kill(self, number: int) -> None:
         """This process, by signal `number`."""

@@ -226,7 +226,7 @@ def test_two_runs_in_one_missing_directory(launcher: Launcher, whole: Any, disk:
 
 # ---- the state file ------------------------------------------------------------------------------------------------
 
-WRITE = "ds_slide.store.ssd.unit:SsdOptimizerStates.store_chunk"
+WRITE = "ds_slide.store.ssd.unit:SsdOptimizerStates.put_back"
 
 
 CUTS = list(itertools.product((1.0, 0.0), (0, 3_000_000), (5, "last")))

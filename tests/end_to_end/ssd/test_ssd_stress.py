@@ -220,7 +220,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
 
     def make(case: Case, must_spill: bool | None = False, **more: Any) -> list[str]:
         monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", case.chunk_numel)
-        monkeypatch.setattr("ds_slide.runtime.build_ssd.Delay", lambda _, seed: Delay(case.disk_ms, seed))
+        monkeypatch.setattr("ds_slide.runtime.ssd.space.Delay", lambda _, seed: Delay(case.disk_ms, seed))
         results = []
         for on_ssd in (False, True):
             slide = {"window": case.window, **(case.slide if on_ssd else {})}
