@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-# Bytes. Triton compiles a kernel for pointers that are multiples of it, or for any pointers.
-_POINTER = 16
+# Triton compiles a kernel for pointers that are multiples of it, or for any pointers.
+POINTER_BYTES = 16
 
 Compiled = dict[Hashable, Any]
 """Compiled kernels for launches on one device, by kernel and kind."""
@@ -49,4 +49,4 @@ def aligned(tensors: Iterable[torch.Tensor]) -> bool:
     together = 0
     for tensor in tensors:
         together |= tensor.data_ptr()
-    return together % _POINTER == 0
+    return together % POINTER_BYTES == 0

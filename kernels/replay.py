@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-# Bytes. Triton compiles a kernel for pointers that are multiples of it, or for any pointers.
-_POINTER = 16
+from ds_slide.kernels.launch import POINTER_BYTES
+
 # Kinds that an operator remembers. All blocks of a model share theirs; each shape of a batch has its own.
 MOST_KINDS = 1024
 
@@ -188,7 +188,7 @@ class Replayed:
                 kind += (each.shape, each.stride(), each.dtype)
             else:
                 kind.append(each)
-        if pointers % _POINTER:
+        if pointers % POINTER_BYTES:
             return self._function(*inputs)
         key = (inputs[0].device, *kind)
         recording = self._recordings.get(key)

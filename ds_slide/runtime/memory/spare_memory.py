@@ -94,7 +94,7 @@ class SpareMemory:
 
     def begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Begin a forward of the whole model with these arguments."""
-        if not self.room.budget.exists or torch.compiler.is_compiling():
+        if not self.room.budget.exists:
             return
         shape, with_gradient = shape_of(args, kwargs), torch.is_grad_enabled()
         if with_gradient:
