@@ -43,7 +43,7 @@ def show() -> None:
 def size(nbytes: float) -> str:
     """Return the text of bytes in messages: "1.5 GB", "2.0 MB", and exact below 1 MB: "1,500 bytes"."""
     for unit, exponent in (("GB", 9), ("MB", 6)):
-        if nbytes >= 10**exponent:
+        if abs(nbytes) >= 10**exponent:
             return f"{nbytes / 10**exponent:,.1f} {unit}"
     return "1 byte" if nbytes == 1 else f"{nbytes:,.0f} bytes"
 

@@ -83,11 +83,12 @@ def test_a_handler_of_the_logger_itself_is_enough(capsys: pytest.CaptureFixture[
 
 
 def test_sizes() -> None:
-    assert [size(nbytes) for nbytes in (0, 1, 999, 1500, 2_000_000, 37_084_000_000)] == [
+    assert [size(nbytes) for nbytes in (0, 1, 999, 1500, 2_000_000, 37_084_000_000, -601_657_651)] == [
         "0 bytes",
         "1 byte",
         "999 bytes",
         "1,500 bytes",
         "2.0 MB",
         "37.1 GB",
+        "-601.7 MB",
     ]

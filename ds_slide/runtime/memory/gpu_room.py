@@ -81,6 +81,10 @@ class GpuRoom:
         self._retries = 0
         """Torch's count of allocation retries when the newest step began."""
 
+    @property
+    def _free(self) -> int:
+        return self.usable - self.need.peaks.allocated()
+
     def of(self, shape: Shape | None, *, with_gradient: bool = True, elsewhere: float = 0.0) -> float:
         """Return the bytes that a batch of `shape` leaves free, of the GPU and of the limit, with `elsewhere` bytes of
         its inputs in host memory. A negative result is the number of bytes missing. 0 as long as nothing has been
@@ -90,7 +94,7 @@ class GpuRoom:
         rooms = []
         if self.budget.gpu is not None:
             needed = self.need.at(shape, with_gradient=with_gradient) - elsewhere
-            rooms.append(spare_bytes(self.usable - self.need.peaks.allocated(), needed, self.margin))
+            rooms.append(spare_bytes(self._free, needed, self.margin))
         if self.budget.limit is not None:
             rooms.append(self.budget.limit - self.budget.placed)
         return min(rooms) - self.reserve
@@ -99,13 +103,13 @@ class GpuRoom:
         """Return the bytes of inputs that have to leave the GPU for a batch of `shape`."""
         if self.budget.gpu is None:
             return 0.0
-        free = self.usable - self.need.peaks.allocated() - self.reserve
+        free = self._free - self.reserve
         return max(0.0, inputs_missing(free, self.need.at(shape), self.margin))
 
     def is_tight_for_evaluation(self, shape: Shape | None) -> bool:
         """Whether a forward without gradients leaves too little, so that operators must be able to run again. A single
         token that is generated takes next to nothing, and waits for the host."""
-        free = self.usable - self.need.peaks.allocated() - self.need.at(shape, with_gradient=False)
+        free = self._free - self.need.at(shape, with_gradient=False)
         of_a_token = shape is not None and shape.length == 1
         return free < (GPU_SHARES.roomy_for_tokens if of_a_token else GPU_SHARES.roomy_for_others) * self.usable
 

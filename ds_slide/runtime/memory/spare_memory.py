@@ -259,8 +259,9 @@ class SpareMemory:
         changed = (choice.kept, choice.mixed) != (found[Handling.KEEP.value], found[Handling.MIX.value])
         news = bool(choice.states) or changed
         if self._context.ranks.rank == 0 and news:
+            spare = f"{size(room)} of the GPU are spare" if room >= 0 else f"{size(-room)} of the GPU are missing"
             log.info(
-                f"{size(room)} of the GPU are spare{beside}: room for the states of {len(choice.states)} more units "
+                f"{spare}{beside}: room for the states of {len(choice.states)} more units "
                 f"and the activations of {choice.kept} of {len(offer.activations)} checkpointed blocks{parts}; "
                 f"expected: {choice.seconds:.3f} s a step, after {offer.step.after(Change(record.kept_s)):.3f} s"
             )
