@@ -217,9 +217,9 @@ class Places(Protocol):
     def on_host(self, wanted: int) -> float:
         """Return the bytes that host memory has room for. `wanted`: the most that count."""
 
-    def on_ssd(self, wanted: int, one: int) -> float:
-        """Return the bytes that SSD has room for, in inputs of at most `one` byte each. 0 where host memory has no room
-        for the buffers in front of it. `wanted`: the most that count."""
+    def on_ssd(self, wanted: int, input_bytes: int) -> float:
+        """Return the bytes that SSD has room for, in inputs of at most `input_bytes` each. 0 where host memory has no
+        room for the buffers in front of it. `wanted`: the most that count."""
 
 
 def inputs_to_move(missing: float, inputs: Sequence[Input], places: Places) -> frozenset[int]:

@@ -30,7 +30,7 @@ SSD_TOTALS = ("read_bytes", "written_bytes", "busy_s", "checked_bytes", "checked
 
 
 class Streams(Protocol):
-    """Makes the markers in a device's work (`runtime.device.Device`)."""
+    """Makes the markers in a device's work (`runtime.core.device.Device`)."""
 
     def stream(self) -> Any: ...
 

@@ -177,7 +177,7 @@ def _make_lanes(blueprint: Blueprint, failures: Failures, recorder: StepRecorder
 
 
 def _make_units(context: Context, unit_plans: Sequence[UnitPlan], ssd: SsdStates | None) -> list[Unit]:
-    """Make the units with their weights, which the clients then free."""
+    """Make the units and copy the weights into them. The clients then free what the parameters held before."""
     units: list[Unit] = []
     begin_codecs(context, unit_plans)
     on_ssd = SsdParts() if ssd is None else ssd.parts

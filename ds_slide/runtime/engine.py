@@ -158,7 +158,7 @@ class SlideRuntime:
 
     def enter_backward(self, unit: Unit) -> Slot | None:
         """Bind the unit's weights until `leave_backward`."""
-        self.parts.updating.passes.begin_backward()  # `begin_backward` may be called before the forward, too
+        self.parts.updating.passes.begin_backward()  # here: DeepSpeed may announce a backward before the forward
         self.accumulation.require(Event.BLOCK_BACKWARD)
         self.interruptions.begin_backward_of_block()
         if not torch.is_grad_enabled():  # not inside of a recomputation
@@ -192,7 +192,7 @@ class SlideRuntime:
                 self.taking.finalize_block(unit)
 
     def end_use(self, unit: Unit) -> None:
-        """End a use whose gradient has come in another way than by the backward of its module."""
+        """End a use whose gradient does not come through a boundary: of rows, of a head, of an outer module."""
         unit.uses.ended += 1
         if unit.uses.ended >= unit.uses.begun and unit.spec.kind == "block" and self.accumulation.is_open:
             self.taking.finalize_block(unit)
@@ -207,7 +207,8 @@ class SlideRuntime:
     def begin_backward(
         self, hypers: Sequence[Hyper], grad_scale: float = 1.0, *, of_another: str | None = None
     ) -> None:
-        """Prepare for the first gradient. `hypers`, `grad_scale`: the values of the coming step, if clipping is off.
+        """Prepare for the first gradient. `hypers`, `grad_scale`: the values of the coming step if nothing is clipped.
+        Updates that begin before the step use them.
         `of_another`: why the next step may belong to another engine (`Doubts.of_another`)."""
         if in_backward():
             self.accumulation.require(Event.BLOCK_BACKWARD)
@@ -222,7 +223,7 @@ class SlideRuntime:
         self.taking.final = final
 
     def end_backward(self) -> None:
-        """Take, after the last gradient, the gradients that no boundary has announced (outer modules, blocks with
+        """Take, after the last gradient, the gradients that came through no `_Boundary` (outer modules, blocks with
         frozen inputs)."""
         if self.accumulation.is_over:
             return  # called as the end of a backward that has ended with an exception
@@ -270,7 +271,7 @@ class SlideRuntime:
         self.parts.spare.end_step()
 
     def _reach_of_updates(self) -> float:
-        """Return the part of a backward until the last unit that the host updates."""
+        """Return the fraction of a backward that has passed at the last unit that the host updates."""
         updated = (unit.order for unit in self.units if unit.is_uploaded and unit.trainable)
         return 1 - min(updated, default=0) / len(self.units)
 
@@ -290,7 +291,7 @@ class SlideRuntime:
                 self.parts.window.prefetch(None, "forward")
 
     def discard_gradients(self) -> None:
-        """Forget the gradients of this accumulation window (overflow, `zero_grad`)."""
+        """Forget the gradients since the last step (overflow, `zero_grad`)."""
         self.accumulation.require(Event.DISCARD)
         self.access.take_back(self.units)
         self.parts.updating.speculating.skip_step()

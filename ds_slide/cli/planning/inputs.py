@@ -85,14 +85,14 @@ class Inputs:
         """Return the bytes of host memory for inputs (`Places`)."""
         return self._host_bytes(0)
 
-    def on_ssd(self, _wanted: int, one: int) -> float:
-        """Return the bytes of SSD for inputs of at most `one` byte each (`Places`)."""
-        has_room = self.has_ssd and self._buffer_bytes(one) <= self._free_host_bytes(0)
+    def on_ssd(self, _wanted: int, input_bytes: int) -> float:
+        """Return the bytes of SSD for inputs of at most `input_bytes` each (`Places`)."""
+        has_room = self.has_ssd and self._buffer_bytes(input_bytes) <= self._free_host_bytes(0)
         return self._ssd_bytes() if has_room else 0.0
 
-    def _buffer_bytes(self, one: int) -> int:
-        """Return the bytes of host buffers for inputs of `one` byte on their way to SSD and back."""
-        return buffers_for(LEAST_AHEAD) * one
+    def _buffer_bytes(self, input_bytes: int) -> int:
+        """Return the bytes of host buffers for inputs of `input_bytes` on their way to SSD and back."""
+        return buffers_for(LEAST_AHEAD) * input_bytes
 
     def _host_bytes(self, buffers: int) -> float:
         """Return the host bytes for inputs, beside `buffers` bytes for inputs on SSD, which no limit of the JSON

@@ -23,7 +23,7 @@ from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 
 BACKWARD_PASSES = 3
-"""The time of a block's recomputation and backward, in forwards of the block."""
+"""The time of a block's recomputation and backward, as a multiple of its forward's."""
 
 
 def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape | None:
@@ -83,7 +83,8 @@ class Activations:
         self.inputs = MovedInputs(context, space)
         self.kept_calls = KeptCalls()
         self._bytes: dict[int, list[int]] = {}
-        """Bytes kept of each call of a block, since a forward began while no call of it waited for its backward."""
+        """Bytes kept of each call of a block. The list begins anew with a forward that finds no call waiting for its
+        backward."""
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +186,7 @@ class Activations:
         result = call.mixing_form(watched, *call.inputs, context_fn=kept.contexts)
         self._notice_change(call, watched)
         if isinstance(kept, WholeCall) and not watched.can_run_again:
-            kept.is_in_use = True  # it keeps all that it saves, as an unwatched block does
+            kept.is_in_use = True  # it cannot be recomputed, so its tensors cannot be given up
         else:
             watched.check()
         return result
@@ -276,7 +277,7 @@ class Activations:
         return self._forward.kept.seconds(self.costs.keepable(self._forward.shape))
 
     def alive(self) -> int:
-        """Return the most bytes that can be kept for coming backwards."""
+        """Return an upper bound of the bytes that are kept for coming backwards."""
         return sum(
             _largest(self._bytes.get(unit.order, ()), unit.uses.begun - unit.uses.ended) for unit in self._blocks
         )

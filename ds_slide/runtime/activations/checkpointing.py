@@ -67,8 +67,8 @@ class BlockCall:
         """Whether a backward goes through the block exactly as it would without checkpointing.
 
         Re-entrant checkpointing gives no gradients to a block whose inputs have none. Nor does it give any to results
-        that a hook of transformers takes out of the block (router logits, for a loss of their own). It goes by itself
-        through the graph of tensors that it was not given as inputs.
+        that a hook of transformers takes out of the block (router logits, for a loss of their own). Where the block
+        uses tensors that are no inputs, the backward of the re-entrant form goes on through their graph by itself.
         """
         if not self._is_reentrant:
             return True

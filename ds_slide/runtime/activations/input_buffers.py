@@ -47,27 +47,27 @@ class InputBuffers:
         free = self._free_bytes()
         return wanted if free >= wanted else min(wanted, free + self._room())
 
-    def provide(self, one: int, count: int) -> None:
-        """Have free pieces for `count` inputs of `one` byte each, as far as host memory has room for them."""
-        missing = count * self.pieces_of(one) - self._free_bytes() // self.piece
+    def provide(self, input_bytes: int, count: int) -> None:
+        """Have free pieces for `count` inputs of `input_bytes` each, as far as host memory has room for them."""
+        missing = count * self.pieces_of(input_bytes) - self._free_bytes() // self.piece
         if missing > 0 and (more := min(missing, self._room() // self.piece)):
             self._grow(more)
 
-    def may_hold(self, one: int, count: int) -> bool:
-        """Whether `count` inputs of `one` byte each have pieces, free or not, or host memory has room for them."""
-        missing = self._missing(one, count)
+    def may_hold(self, input_bytes: int, count: int) -> bool:
+        """Whether `count` inputs of `input_bytes` each have pieces, free or not, or host memory has room for them."""
+        missing = self._missing(input_bytes, count)
         return missing <= 0 or missing <= self._room()
 
-    def hold(self, one: int, count: int) -> bool:
-        """Have pieces for `count` inputs of `one` byte each, free or not, or make none. -> whether they are there."""
-        missing = self._missing(one, count)
+    def hold(self, input_bytes: int, count: int) -> bool:
+        """Have pieces for `count` inputs of `input_bytes` each, free or not, or make none. -> whether they exist."""
+        missing = self._missing(input_bytes, count)
         if 0 < missing <= self._room():
             self._grow(missing // self.piece)
-        return self._missing(one, count) <= 0
+        return self._missing(input_bytes, count) <= 0
 
-    def _missing(self, one: int, count: int) -> int:
-        """Return the bytes of pieces that `count` inputs of `one` byte each need beyond all present pieces."""
-        return count * self.rounded(one) - self.nbytes
+    def _missing(self, input_bytes: int, count: int) -> int:
+        """Return the bytes of pieces that `count` inputs of `input_bytes` each need beyond all present pieces."""
+        return count * self.rounded(input_bytes) - self.nbytes
 
     def register(self, space: SpaceOnSsd) -> None:
         """Register each piece, once, for reads and writes of `space`."""

@@ -87,9 +87,9 @@ class InputDisk:
 
     # ---- room --------------------------------------------------------------------------------------------------------
 
-    def available(self, wanted: int, one: int) -> int:
-        """Return the number of the `wanted` bytes that can be had, in inputs of at most `one` byte each."""
-        if not self._buffers.may_hold(one, buffers_for(LEAST_AHEAD)):
+    def available(self, wanted: int, input_bytes: int) -> int:
+        """Return the number of the `wanted` bytes that can be had, in inputs of at most `input_bytes` each."""
+        if not self._buffers.may_hold(input_bytes, buffers_for(LEAST_AHEAD)):
             return 0
         free = len(self._free) * self._buffers.piece
         return wanted if free >= wanted else min(wanted, free + self._room())
@@ -97,18 +97,18 @@ class InputDisk:
     def _room(self) -> int:
         return 0 if self._is_full else self._space.room()
 
-    def provide_buffers(self, one: int, backward_s: float) -> bool:
-        """Have enough host buffers for inputs of at most `one` byte to hide reads behind the backward of a block, of
+    def provide_buffers(self, input_bytes: int, backward_s: float) -> bool:
+        """Have enough host buffers for inputs of at most `input_bytes` to hide reads behind the backward of a block, of
         `backward_s` seconds (0: not known), or all that host memory has room for. -> whether inputs can pass."""
-        self._ahead = reads_ahead(self._space.seconds(one), backward_s)
-        while self._ahead > LEAST_AHEAD and not self._buffers.may_hold(one, buffers_for(self._ahead)):
+        self._ahead = reads_ahead(self._space.seconds(input_bytes), backward_s)
+        while self._ahead > LEAST_AHEAD and not self._buffers.may_hold(input_bytes, buffers_for(self._ahead)):
             self._ahead -= 1
-        return self._buffers.hold(one, buffers_for(self._ahead))
+        return self._buffers.hold(input_bytes, buffers_for(self._ahead))
 
-    def provide_places(self, one: int, count: int) -> None:
-        """Have places for `count` inputs of `one` byte at most, as far as the disks have room for them."""
+    def provide_places(self, input_bytes: int, count: int) -> None:
+        """Have places for `count` inputs of at most `input_bytes`, as far as the disks have room for them."""
         piece = self._buffers.piece
-        missing = count * self._buffers.pieces_of(one) - len(self._free)
+        missing = count * self._buffers.pieces_of(input_bytes) - len(self._free)
         if missing <= 0 or not (more := min(missing, self._room() // piece)):
             return
         try:

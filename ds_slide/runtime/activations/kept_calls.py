@@ -6,11 +6,11 @@ operators (`MixedCall`). References here are weak: a dropped graph frees its ten
 
 The forward of a mixed call keeps these results, and its recomputation uses them instead of running the operators. As in
 torch's selective checkpointing, dispatcher modes run below autograd, which sees the same nodes in both runs. Torch's
-modes count the runs of all operators, also in hooks, and hooks bind a block's weights in another way when it is
-recomputed. They allow no second backward, and raise where a kept result has been modified. The modes here count, keep
-and check only the chosen results. Where a result cannot be used any more, its operator runs. A mode costs the host some
-5 to 10 us an operator, in the forward and in the recomputation of a mixed block. A result that stays costs 50 us in the
-forward.
+own modes do not serve here, for three reasons. They count the runs of all operators, and our hooks run others in a
+recomputation than in a forward. They allow no second backward. They raise where a kept result has been modified. The
+modes here count, keep and check only the chosen results. Where a result cannot be used any more, its operator runs. A
+mode costs the host some 5 to 10 us an operator, in the forward and in the recomputation of a mixed block. A result that
+stays costs 50 us in the forward.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class _Stayed:
 
 def _same(tree: Any) -> Any:
     """Return `tree` with new tensors on the same memory, of the same versions. The given tensors get a node of the
-    graph, and a graph without a backward would live for ever."""
+    graph, and the node refers to this call: a cycle, which would keep a graph without a backward alive for ever."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 

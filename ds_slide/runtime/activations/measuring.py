@@ -56,7 +56,7 @@ class CountedCall:
         self._function = call.function
         self._parameters = call.parameters
         self._ends_early = call.ends_early
-        """Later recomputations end early, and only this one may go on to the end of the block."""
+        """The checkpoint ends recomputations early. This measured one may go on to the end of the block."""
         self._shape = shape
         self._kind = kind
         self._found = found

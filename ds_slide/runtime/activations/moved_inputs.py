@@ -113,9 +113,9 @@ class MovedInputs:
         """Return how many of the `wanted` bytes host memory has room for (`Places`)."""
         return self.buffers.available(wanted)
 
-    def on_ssd(self, wanted: int, one: int) -> int:
-        """Return how many of the `wanted` bytes SSD has room for, in inputs of at most `one` byte each (`Places`)."""
-        return 0 if self.disk is None else self.disk.available(wanted, one)
+    def on_ssd(self, wanted: int, input_bytes: int) -> int:
+        """Return how many of the `wanted` bytes SSD has room for, in inputs of at most `input_bytes` (`Places`)."""
+        return 0 if self.disk is None else self.disk.available(wanted, input_bytes)
 
     @property
     def statistics(self) -> dict[str, int]:
@@ -133,15 +133,15 @@ class MovedInputs:
     def provide(self, moved: Sequence[Input], backward_s: float = 0.0) -> None:
         """Have places for the inputs of these blocks, in the order of their calls, as far as there is room. The last
         blocks get theirs in host memory. `backward_s`: seconds of one block's backward; 0: not known."""
-        one, self._to_disk = max(each.nbytes for each in moved), frozenset()
+        input_bytes, self._to_disk = max(each.nbytes for each in moved), frozenset()
         rounded = [Input(each.order, self.buffers.rounded(each.nbytes)) for each in moved]
         wanted = sum(each.nbytes for each in rounded)
         if self.disk is not None and self.buffers.available(wanted) < wanted:
-            if self.disk.provide_buffers(one, backward_s):
+            if self.disk.provide_buffers(input_bytes, backward_s):
                 self._to_disk = goes_on(rounded, self.buffers.available(wanted))
-                self.disk.provide_places(one, len(self._to_disk))
+                self.disk.provide_places(input_bytes, len(self._to_disk))
         if len(moved) > len(self._to_disk):
-            self.buffers.provide(one, len(moved) - len(self._to_disk))
+            self.buffers.provide(input_bytes, len(moved) - len(self._to_disk))
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 

@@ -47,14 +47,14 @@ class _Arrival:
     packed: Marker
     arrived: Future
     before: tuple[Future, Future]
-    """Kept when the gradient before has arrived, and has been applied if it was the last of a step."""
+    """The unit's earlier gradient has arrived; and its latest update has been completed."""
     first: bool
     """Whether it is the first gradient of an accumulation."""
     final: bool
     adds: bool
     """Whether the CPU converts it to the data type of the held gradient, or adds it to the held gradient."""
     square_sum: SquareSum
-    """The square sum of the gradient held then. The unit's may belong to a later gradient by that time."""
+    """Of this gradient. The unit's own attribute may belong to a later gradient when the lanes come to this one."""
     speculation: Speculation | None
     """The update that may begin when it is held."""
 
@@ -102,7 +102,7 @@ class Gradients:
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
         self.grad_scale = 1.0
-        """The factor of such gradients where nothing is clipped."""
+        """The factor of speculative updates: the step's if nothing is clipped. Direct updates have none."""
         self.sums = torch.zeros(3, num_units, dtype=torch.float64, device=context.device.torch)
         """Square sums by `Unit.order`. First row: this rank's part of every unit's gradient; `Unit.square_sum` says
         which entries count. Written on the collectives stream where there are several ranks. Other rows, for units
@@ -343,7 +343,7 @@ class Gradients:
             raise
 
     def pack_early(self, unit: Unit) -> Staging | None:
-        """Pack the gradients of a unit that is averaged later, so that they do not lie on the GPU as autograd left
+        """Pack the gradients of a unit that is averaged later, to free the memory that autograd has allocated for
         them. None where no staging buffer is free at once, or none would be left for units that are averaged before."""
         if (
             unit.state.writes_change

@@ -2,14 +2,16 @@
 
 EMPTY           no gradient of it has been taken
 HELD            the gradients of one or more backwards wait for `step()`
-UPDATED         a backward has updated weights, and only `step()` may follow (clipping off)
+UPDATED         a backward has updated weights, and only `step()` may follow (updates not deferred)
 LOST_BACKWARD   the last backward ended with an exception, and nothing of it was kept
 LOST_SUM        ... when parts of it had been added to the gradients of earlier backwards
 MIXED           ... when some blocks had been updated and others had not
 
 a backward ends             EMPTY, HELD, LOST_BACKWARD -> HELD or UPDATED
-a step, `zero_grad()`       all but MIXED -> EMPTY
-an exception in a backward  EMPTY -> LOST_BACKWARD; HELD -> LOST_BACKWARD or LOST_SUM; clipping off -> MIXED
+a step                      EMPTY, HELD, UPDATED -> EMPTY
+`zero_grad()`               EMPTY, HELD, LOST_BACKWARD, LOST_SUM -> EMPTY; UPDATED refuses to drop gradients
+an exception in a backward  EMPTY -> LOST_BACKWARD; HELD -> LOST_BACKWARD or LOST_SUM;
+                            updates not deferred -> MIXED
 an exception in a step      -> MIXED
 a checkpoint is loaded      all -> EMPTY
 """
