@@ -44,6 +44,7 @@ from ds_slide.runtime.core.lanes import Delay, Lanes, StreamWorker, UpdateWorker
 from ds_slide.runtime.core.ranks.board import open_board
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.conductor import Conductor
+from ds_slide.runtime.core.ranks.distant_peers import DistantPeers
 from ds_slide.runtime.core.ranks.peers import Peers
 from ds_slide.runtime.core.ranks.shared_weights import SharedWeights
 from ds_slide.runtime.core.ranks.sharing import Sharing
@@ -279,7 +280,7 @@ def _watchdog(context: Context) -> Watchdog | None:
     timeout, ranks = context.settings.slide.hang_timeout, context.ranks
     if not timeout:
         return None
-    peers = Peers.of(ranks) if ranks.world_size > 1 else None
+    peers = (Peers.of(ranks) or DistantPeers.of(ranks)) if ranks.world_size > 1 else None
     return Watchdog(context.failures, context.device, timeout, context.stores, peers)
 
 

@@ -1,8 +1,8 @@
 """The state of the other ranks of this machine, so that the watchdog can judge a wait for one of them.
 
 Each rank writes to a board in shared memory how long its training has stood still, and whether its engine has ended.
-The operating system tells whether a process is alive. Ranks of several machines have no board: there the launcher, or
-the time-out of the process group, ends a wait for a missing rank.
+The operating system tells whether a process is alive. Ranks of several machines have no board: they tell each other
+over the network (`ds_slide.runtime.core.ranks.distant_peers`).
 """
 
 from __future__ import annotations
@@ -48,10 +48,14 @@ class Peer:
     state: State
     is_gone: bool = False
     """Whether its process has ended."""
+    host: str = ""
+    """Its host, where ranks are on several."""
+    silent_s: float = 0.0
+    """Seconds since it was last heard from; 0 on one machine, where the operating system tells of its end."""
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} (process {self.process})"
+        return f"rank {self.rank} ({f'{self.host}, ' if self.host else ''}process {self.process})"
 
     @property
     def has_ended(self) -> bool:
@@ -63,8 +67,14 @@ class Peer:
         rank that a debugger has stopped does not grow, so the other ranks wait for it."""
         return self.state.stands_s >= 0.9 * limit_s
 
+    def is_lost(self, silence_s: float) -> bool:
+        """Whether it has ended, or has been silent for `silence_s`: its host, or the way there, is down."""
+        return self.has_ended or self.silent_s >= silence_s
+
     def __str__(self) -> str:
-        return f"{self.name} is gone" if self.is_gone else f"{self.name} has ended its engine"
+        if self.is_gone or self.state.closed:
+            return f"{self.name} is gone" if self.is_gone else f"{self.name} has ended its engine"
+        return f"{self.name} has not been heard from for {self.silent_s:.0f} s"
 
 
 class Peers:

@@ -2,9 +2,10 @@
 
 A run hangs when its training stands still and there is no progress for `limit_s`. The training stands still while a
 thread that is not the engine's own waits for the engine, or the GPU is in a collective. Progress is a hand-over between
-threads, a request of the disk, work of the GPU other than a collective, or any of these on another rank of this
-machine. While the script's own code runs on one rank (it computes, reads data, or is stopped in a debugger) no rank
-hangs: the others wait. A wait for a rank of another machine is never judged here: the time-out of the process group
+threads, a request of the disk, work of the GPU other than a collective, or any of these on another rank. While the
+script's own code runs on one rank (it computes, reads data, or is stopped in a debugger) no rank hangs: the others
+wait. A rank of another host also has to be heard from: a process that a debugger has stopped counts as lost there. If
+the ranks of several hosts could not be connected, a wait for a rank is not judged: the time-out of the process group
 ends it.
 
 Time is added up from check to check, at most twice the planned interval each: a process that was stopped (a debugger, a
@@ -39,6 +40,8 @@ class Times:
     limit_s: float
     blame_s: float = 5.0
     """Wait for the end of a rank to become visible after a collective has failed."""
+    beats_s: float = 3.0
+    """The same, of a rank of another host, when a collective has failed: three lines are missing."""
     last_s: float = 10.0
     """Wait for each of the last actions of a process. A terminal that hangs must not keep the process alive."""
 
@@ -54,6 +57,11 @@ class Times:
         return min(30.0, self.limit_s / 2)
 
     @property
+    def silence_s(self) -> float:
+        """Time without a line from a rank of another host before it counts as lost."""
+        return min(60.0, self.limit_s / 2)
+
+    @property
     def lost_s(self) -> float:
         """Time that a rank waits for an ended rank before it reports that as the cause: the waiting rank may be about
         to end itself."""
@@ -61,7 +69,7 @@ class Times:
 
 
 class PeerStates(Protocol):
-    """The other ranks of this machine (`ds_slide.runtime.core.ranks.peers.Peers`)."""
+    """The other ranks: `Peers` of one machine, or `DistantPeers` of several (both in `runtime/core/ranks`)."""
 
     def tell(self, state: State) -> None: ...
     def others(self) -> list[Peer]: ...
@@ -172,11 +180,11 @@ class Watchdog:
     def _verdict(self) -> str | None:
         """Return why the run must end; None while it may go on."""
         others = self._peers.others() if self._peers is not None else []
-        ended = [peer for peer in others if peer.has_ended]
+        ended = [peer for peer in others if peer.is_lost(self._times.silence_s)]
         if ended and self._since >= self._times.lost_s and self._waits_for_ranks():
             return f"{self._says(others)}; {'; '.join(map(str, ended[:MOST_NAMED]))}: look there for the cause"
         if self._peers is None and self._waits_for_ranks():
-            return None  # ranks of other machines: the process group has its own time-out
+            return None  # nothing is known of the other ranks: the process group has its own time-out
         limit_s = self._times.limit_s
         if self._since >= limit_s and all(peer.has_ended or peer.stands(limit_s) for peer in others):
             return (
@@ -190,7 +198,7 @@ class Watchdog:
         after the connection breaks."""
         assert self._peers is not None
         deadline = time.monotonic() + self._times.blame_s
-        while not (ended := [peer for peer in self._peers.others() if peer.has_ended]):
+        while not (ended := [peer for peer in self._peers.others() if peer.is_lost(self._times.beats_s)]):
             if time.monotonic() > deadline or self._closed.wait(self._times.look_s):
                 break
         return "; ".join(f"{peer}: {peer.state.what}" if peer.state.what else str(peer) for peer in ended[:MOST_NAMED])

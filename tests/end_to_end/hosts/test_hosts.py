@@ -1,0 +1,86 @@
+"""Ranks on two emulated hosts: their weights are gathered over the network, and they have no board."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import hosts
+import pytest
+import two_ranks
+from harness import Result, differences, unequal
+
+WORKER = "hosts_worker.py"
+# The average of two gradients in bf16 is not the gradient of the mean in bf16.
+LOSS_TOLERANCE = 2.0**-8
+NAMES = ("clipping", "immediate", "accumulation", "ssd", "lora", "stock", "stock-lora")
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seen]:
+    """What each rank has left, on `count` hosts with a number of ranks each. 0 hosts: all on this machine."""
+
+    def start(count: int, ranks: int, names: Sequence[str]) -> Seen:
+        folder = tmp_path_factory.mktemp("hosts")
+        if not count:
+            return two_ranks.seen_by(two_ranks.run(WORKER, folder, str(ranks), *names), ranks)
+        if why := hosts.why_not():
+            pytest.skip(why)
+        with hosts.joined(count) as joined:
+            (folder / "hosts.json").write_text(json.dumps([asdict(host) for host in joined]))
+            return two_ranks.seen_by(two_ranks.run(WORKER, folder, str(ranks), *names), ranks)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def apart(run: Callable[..., Seen]) -> Seen:
+    """Two hosts with one rank each."""
+    return run(2, 2, NAMES)
+
+
+@pytest.fixture(scope="module")
+def together(run: Callable[..., Seen]) -> Seen:
+    """The same two ranks on one machine."""
+    return run(0, 2, [name for name in NAMES if "stock" not in name])
+
+
+def result_of(seen: dict[str, Any]) -> Result:
+    return Result(*(seen[key] for key in ("losses", "norms", "states")))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "stock" not in name])
+def test_two_hosts_have_the_bits_of_one(apart: Seen, together: Seen, name: str) -> None:
+    for far, near in zip(apart, together, strict=True):
+        assert (far[name]["is_shared"], near[name]["is_shared"]) == (False, True)
+        assert differences(result_of(far[name]), result_of(near[name])) == []
+    assert unequal(apart[0][name]["states"], apart[1][name]["states"]) == []
+
+
+@pytest.mark.parametrize(("name", "stock"), [("clipping", "stock"), ("lora", "stock-lora")])
+def test_the_losses_are_stocks(apart: Seen, name: str, stock: str) -> None:
+    for seen in apart:
+        assert seen[name]["losses"] == pytest.approx(seen[stock]["losses"], abs=LOSS_TOLERANCE)
+
+
+def test_a_step_sends_what_zero_3_needs(apart: Seen) -> None:
+    """Two gathers of the bf16 weights and one reduce-scatter of the gradients, of which a rank sends the half that is
+    another's. Gloo makes a reduce-scatter of an all-reduce, which sends as much once more. Headers and
+    acknowledgements are a tenth at most."""
+    for seen in apart:
+        numel = sum(each["weight"].numel() for each in seen["clipping"]["states"].values())
+        half = numel * 2 / 2
+        assert all(sent <= 1.1 * 4 * half for sent in seen["clipping"]["sent"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "ranks"), [(2, 4), (3, 3)])
+def test_more_ranks_and_hosts(run: Callable[..., Seen], count: int, ranks: int) -> None:
+    names = ("clipping", "immediate", "accumulation", "fp16", "gpu-states", "ssd", "delays", "lora")
+    for far, near in zip(run(count, ranks, names), run(0, ranks, names), strict=True):
+        for name in names:
+            assert far[name]["is_shared"] is False
+            assert differences(result_of(far[name]), result_of(near[name])) == [], name

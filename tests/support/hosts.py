@@ -1,0 +1,139 @@
+"""Emulated hosts: network namespaces that a bridge joins, each with a name, a /dev/shm and a /tmp of its own.
+
+A process enters a host by itself (`enter`), so that forks of one process that has imported everything can be ranks of
+several hosts. The kernel then gives it what two machines have: addresses of its own, sockets that the other hosts do
+not see, and memory files that cannot be handed over. Only the clock, the disk and the directories that a test shares
+are common. It takes root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+INTERFACE = "eth0"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One emulated host. `space`, `switch`: the network namespaces of the host and of the bridge."""
+
+    number: int
+    space: str
+    switch: str
+
+    @property
+    def address(self) -> str:
+        return f"10.83.0.{self.number + 1}"
+
+    @property
+    def name(self) -> str:
+        return f"host-{self.number}"
+
+    def command(self, *words: str) -> list[str]:
+        """The command line that runs `words` in the network of this host."""
+        return ["ip", "netns", "exec", self.space, *words]
+
+    def cut(self) -> None:
+        """Drop all packets from and to this host. No socket closes, and its interface stays up."""
+        _ip("-n", self.switch, "link", "set", f"port{self.number}", "nomaster")
+
+    def slow(self, megabits: int) -> None:
+        """Limit what this host sends."""
+        rate = ["rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
+        subprocess.run(self.command("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *rate), check=True)
+
+
+@functools.cache
+def why_not() -> str:
+    """Why hosts cannot be emulated here; empty if they can."""
+    try:
+        with joined(1):
+            return ""
+    except FileNotFoundError:
+        return "there is no ip command (iproute2)"
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces are not allowed: {error.stderr.strip()}"
+
+
+@contextlib.contextmanager
+def joined(count: int) -> Iterator[list[Host]]:
+    """`count` hosts on one network."""
+    stem = f"dss{os.getpid():x}"
+    switch = f"{stem}-switch"
+    hosts = [Host(number, f"{stem}-{number}", switch) for number in range(count)]
+    made: list[str] = []
+    try:
+        for space in (switch, *(host.space for host in hosts)):
+            _ip("netns", "add", space)
+            made.append(space)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for host in hosts:
+            port = f"port{host.number}"
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", INTERFACE, "netns", host.space)
+            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", host.space, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            _ip("-n", host.space, "link", "set", INTERFACE, "up")
+            _ip("-n", host.space, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for space in made:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[Host]]:
+    if why := why_not():
+        pytest.skip(why)
+    with joined(2) as hosts:
+        yield hosts
+
+
+def enter(host: Host, common: Sequence[Path] = ()) -> None:
+    """Move this process, which has one thread, to `host`. `common`: directories that it shares with other hosts."""
+    with open(f"/run/netns/{host.space}") as space:
+        _check(_libc.setns(space.fileno(), CLONE_NEWNET))
+    _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
+    socket.sethostname(host.name)
+    _mount(b"none", b"/", None, MS_REC | MS_PRIVATE)
+    _mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0)
+    held = [(path.resolve(), os.open(path, os.O_PATH | os.O_DIRECTORY)) for path in common]
+    _mount(b"tmpfs", b"/tmp", b"tmpfs", 0)
+    for path, descriptor in held:
+        path.mkdir(parents=True, exist_ok=True)
+        _mount(f"/proc/self/fd/{descriptor}".encode(), str(path).encode(), None, MS_BIND)
+        os.close(descriptor)
+    os.environ.update(GLOO_SOCKET_IFNAME=INTERFACE, TP_SOCKET_IFNAME=INTERFACE)
+
+
+def sent_bytes() -> int:
+    """The bytes that the host of this process has sent to other hosts, headers included."""
+    rows = (line.split() for line in Path("/proc/self/net/dev").read_text().splitlines())
+    return next(int(row[9]) for row in rows if row[0] == f"{INTERFACE}:")
+
+
+def _mount(source: bytes, target: bytes, kind: bytes | None, flags: int) -> None:
+    _check(_libc.mount(source, target, kind, flags, None))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
