@@ -444,7 +444,7 @@ class SlideConfig(_Block):
     )
     """Seconds of standstill after which a run is ended.
 
-    Standstill means that nothing comes forward on any rank of its machine: no transfer, no request of the disk, no
+    Standstill means that nothing comes forward on any rank: no transfer, no request of the disk, no
     update, no work of the GPU. Slow work is no standstill. The message says what waits for what
     ([liveness](liveness.md)). 0 switches this off.
     """

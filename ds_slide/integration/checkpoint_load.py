@@ -95,11 +95,12 @@ def load_checkpoint(
             if everything:
                 engine.optimizer.runtime.access.states_loaded()
         return universal
-    if tag is None and not os.path.lexists(directory / "latest"):
+    # Together: in node-local storage the file may be missing on one host.
+    if tag is None and not any(together(lambda: os.path.lexists(directory / "latest"))):
         stock: Loaded = type(engine).load_checkpoint(engine, load_dir)  # warns and loads nothing
         return stock
     tag = whole_tag(engine, directory, tag, wanted)
-    whole_model = wanted.whole_model(directory / tag)
+    whole_model = wanted.whole_model(_ranks_of(directory / tag))
     with _reading(engine) as reading:
         subspaces = _subspaces(units, directory / tag, reading, engine.global_rank) if everything else None
         with _whole_model_loaded(engine, str(load_dir), tag) if whole_model else nullcontext():
@@ -127,15 +128,20 @@ class Wanted:
     custom: bool
     ranks: int
 
-    def whole_model(self, tag: Path) -> bool:
-        """Whether the whole model is read from the files of all ranks of `tag`, and loaded into the module."""
-        return not self.everything and (self.custom or saved_ranks(tag) != self.ranks)
+    def whole_model(self, saved: frozenset[str]) -> bool:
+        """Whether the whole model is read from the files of all ranks, `saved`, and loaded into the module."""
+        return not self.everything and (self.custom or len(saved) != self.ranks)
 
 
-def saved_ranks(path: Path) -> int:
-    """Return the number of ranks that have saved the tag at `path`."""
-    # Counted by rank numbers: the Hub's cache has each file twice, as a blob and as a link to it.
-    return len(set(_RANK.findall(" ".join(file.name for file in path.glob(_OPTIMIZER)))))
+def saved_ranks(path: Path) -> frozenset[str]:
+    """Return the numbers of the ranks that have saved the tag at `path`, as far as their files are on this host."""
+    # Numbers are counted, not files: the Hub's cache has each file twice, as a blob and as a link to it.
+    return frozenset(_RANK.findall(" ".join(file.name for file in path.glob(_OPTIMIZER))))
+
+
+def _ranks_of(path: Path) -> frozenset[str]:
+    """Return the numbers of the ranks that have saved the tag at `path`, on all hosts. Collective."""
+    return frozenset().union(*together(lambda: saved_ranks(path)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -180,6 +186,7 @@ def whole_tag(engine: Any, directory: Path, tag: Any, wanted: Wanted) -> str:
     """Return the tag to load, when the files that this load reads match the manifest and hold nothing that is refused.
     Collective. Raises SlideError."""
     chosen = str(tag)
+    saved: frozenset[str] = frozenset()
 
     def put_back() -> None:
         try:
@@ -189,20 +196,31 @@ def whole_tag(engine: Any, directory: Path, tag: Any, wanted: Wanted) -> str:
             where = error.filename or directory
             raise SlideError(f"the checkpoint's {where} cannot be read ({error.strerror})") from error
 
-    def verify() -> str:
+    def choose() -> str:
         nonlocal chosen
+        if tag is None:
+            chosen = tag_in(directory / "latest")
+        return chosen
+
+    def verify() -> None:
         try:
-            if tag is None:
-                chosen = tag_in(directory / "latest")
-            _verify(engine, directory, _checked(directory, chosen), wanted)
+            _verify(engine, directory, _checked(directory, chosen), wanted, saved)
         except OSError as error:
             where = error.filename or directory / chosen
             raise SlideError(f"the checkpoint's {where} cannot be read ({error.strerror})") from error
-        return chosen
 
     try:
         together(put_back)  # a separate step: no rank looks for the tag before it is back
-        return together(verify)[0]
+        chosen_by = together(choose)
+        if len(set(chosen_by)) > 1:
+            rank, found = next((rank, each) for rank, each in enumerate(chosen_by) if each != chosen_by[0])
+            raise SlideError(
+                f"{directory / 'latest'} names {chosen_by[0]!r} on rank 0's host and {found!r} on rank {rank}'s; pass "
+                "load_checkpoint a tag that all hosts have"
+            )
+        saved = _ranks_of(directory / chosen)
+        together(verify)
+        return chosen
     except SlideError as error:
         other = together(lambda: newest_whole_tag(directory, {chosen}) if is_publisher(engine) else None)[0]
         hint = "no other tag is known to be whole" if other is None else f"the newest whole tag there is {other!r}"
@@ -216,14 +234,20 @@ def _checked(directory: Path, tag: str) -> str:
         raise SlideError(f"{directory} has no such checkpoint: {error}") from error
 
 
-def _verify(engine: Any, directory: Path, tag: str, wanted: Wanted) -> None:
+def _verify(engine: Any, directory: Path, tag: str, wanted: Wanted, saved: frozenset[str]) -> None:
+    """Check the files on this host. `saved`: the ranks that have saved the tag, on all hosts."""
     path = directory / tag
     if not path.is_dir():
         raise SlideError(f"there is no checkpoint {path}; load a tag that is there")
-    whole_model = wanted.whole_model(path)
-    if not whole_model and (saved := saved_ranks(path)) not in (0, wanted.ranks):
+    whole_model, count = wanted.whole_model(saved), len(saved)
+    if whole_model and (missing := sorted(saved - saved_ranks(path), key=int)):
         raise SlideError(
-            f"the checkpoint {path} was saved by {saved} rank{'s' * (saved > 1)} and is loaded by {wanted.ranks}, but "
+            f"the checkpoint {path} has no files of rank {missing[0]} on rank {engine.global_rank}'s host, and a load "
+            "of the whole model reads those of all ranks; copy the files of all hosts to each"
+        )
+    if not whole_model and count not in (0, wanted.ranks):
+        raise SlideError(
+            f"the checkpoint {path} was saved by {count} rank{'s' * (count > 1)} and is loaded by {wanted.ranks}, but "
             "the optimizer states of ZeRO-3 are divided by ranks; convert it with ds_to_universal.py and set "
             "checkpoint.load_universal to true, or pass load_optimizer_states=False to load_checkpoint for its weights"
         )

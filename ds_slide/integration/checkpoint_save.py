@@ -263,7 +263,7 @@ def _publish(engine: Any, staging: Staging, tag: str, written: list[dict[str, Su
     if engine.use_node_local_storage():
         files = {name: found for name, found in files.items() if (new / name).exists()}
     with _as_failure(staging.save_dir / tag, sum(found.nbytes for found in files.values())):
-        staging.publish(tag, files, latest=save_latest and engine.global_rank == 0)
+        staging.publish(tag, files, latest=save_latest)  # in each directory: stock leaves it to rank 0's host alone
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def engine() -> Any:
 def test_every_rank_looks_for_the_tag_after_it_was_put_back(engine, saves, monkeypatch):
     """The others may be faster than the publisher in every step that they take together."""
     (saves / replaced_name("tag")).mkdir()
-    monkeypatch.setattr(checkpoint_load, "saved_ranks", lambda _path: 1)
+    monkeypatch.setattr(checkpoint_load, "saved_ranks", lambda _path: frozenset({"0"}))
     publishing = True
 
     def together(step: Callable[[], Any]) -> list[Any]:

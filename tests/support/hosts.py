@@ -14,7 +14,8 @@ import functools
 import os
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,15 @@ class Host:
     def command(self, *words: str) -> list[str]:
         """The command line that runs `words` in the network of this host."""
         return ["ip", "netns", "exec", self.space, *words]
+
+    def whole_command(self, common: Path, *words: str) -> list[str]:
+        """The command line that runs `words` on this host, as `enter` does."""
+        host = "hosts.Host(int(sys.argv[1]), *sys.argv[2:4])"
+        code = f"""import hosts, os, pathlib, sys
+hosts.enter({host}, pathlib.Path(sys.argv[4]))
+os.execvp(sys.argv[5], sys.argv[5:])"""
+        given = (str(self.number), self.space, self.switch, str(common))
+        return [sys.executable, "-c", code, *given, *words]
 
     def cut(self) -> None:
         """Drop all packets from and to this host. No socket closes, and its interface stays up."""
@@ -102,20 +112,21 @@ def two_hosts() -> Iterator[list[Host]]:
         yield hosts
 
 
-def enter(host: Host, common: Sequence[Path] = ()) -> None:
-    """Move this process, which has one thread, to `host`. `common`: directories that it shares with other hosts."""
+def enter(host: Host, common: Path) -> None:
+    """Move this process, which has one thread, to `host`. `common`: a directory that it shares with other hosts, with
+    room for what the processes of each host share in /tmp and /dev/shm."""
     with open(f"/run/netns/{host.space}") as space:
         _check(_libc.setns(space.fileno(), CLONE_NEWNET))
     _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
     socket.sethostname(host.name)
-    _mount(b"none", b"/", None, MS_REC | MS_PRIVATE)
-    _mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0)
-    held = [(path.resolve(), os.open(path, os.O_PATH | os.O_DIRECTORY)) for path in common]
-    _mount(b"tmpfs", b"/tmp", b"tmpfs", 0)
-    for path, descriptor in held:
-        path.mkdir(parents=True, exist_ok=True)
-        _mount(f"/proc/self/fd/{descriptor}".encode(), str(path).encode(), None, MS_BIND)
-        os.close(descriptor)
+    _mount("none", "/", MS_REC | MS_PRIVATE)
+    held = os.open(common, os.O_PATH | os.O_DIRECTORY)  # it may be in /tmp
+    for name in ("dev/shm", "tmp"):
+        (own := common / host.name / name).mkdir(parents=True, exist_ok=True)
+        _mount(str(own), f"/{name}", MS_BIND)
+    common.mkdir(parents=True, exist_ok=True)
+    _mount(f"/proc/self/fd/{held}", str(common), MS_BIND)
+    os.close(held)
     os.environ.update(GLOO_SOCKET_IFNAME=INTERFACE, TP_SOCKET_IFNAME=INTERFACE)
 
 
@@ -125,8 +136,8 @@ def sent_bytes() -> int:
     return next(int(row[9]) for row in rows if row[0] == f"{INTERFACE}:")
 
 
-def _mount(source: bytes, target: bytes, kind: bytes | None, flags: int) -> None:
-    _check(_libc.mount(source, target, kind, flags, None))
+def _mount(source: str, target: str, flags: int) -> None:
+    _check(_libc.mount(source.encode(), target.encode(), None, flags, None))
 
 
 def _check(result: int) -> None:

@@ -61,7 +61,7 @@ def as_rank(rank: int, ranks: int, folder: Path) -> Iterator[tuple[dict[str, Any
     joined = [hosts.Host(**each) for each in json.loads(described.read_text())]
     per_host = ranks // len(joined)
     host = joined[rank // per_host]
-    hosts.enter(host, [folder])
+    hosts.enter(host, folder)
     local = {"LOCAL_RANK": rank % per_host, "LOCAL_SIZE": per_host, "LOCAL_WORLD_SIZE": per_host}
     world = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": joined[0].address, "MASTER_PORT": PORT, **local}
     os.environ.update({name: str(value) for name, value in world.items()})

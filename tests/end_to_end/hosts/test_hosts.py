@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
-import hosts
 import pytest
-import two_ranks
 from harness import Result, differences, unequal
 
 WORKER = "hosts_worker.py"
@@ -20,32 +16,15 @@ Seen = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seen]:
-    """What each rank has left, on `count` hosts with a number of ranks each. 0 hosts: all on this machine."""
-
-    def start(count: int, ranks: int, names: Sequence[str]) -> Seen:
-        folder = tmp_path_factory.mktemp("hosts")
-        if not count:
-            return two_ranks.seen_by(two_ranks.run(WORKER, folder, str(ranks), *names), ranks)
-        if why := hosts.why_not():
-            pytest.skip(why)
-        with hosts.joined(count) as joined:
-            (folder / "hosts.json").write_text(json.dumps([asdict(host) for host in joined]))
-            return two_ranks.seen_by(two_ranks.run(WORKER, folder, str(ranks), *names), ranks)
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def apart(run: Callable[..., Seen]) -> Seen:
+def apart(on_hosts: Callable[..., Seen]) -> Seen:
     """Two hosts with one rank each."""
-    return run(2, 2, NAMES)
+    return on_hosts(WORKER, 2, 2, *NAMES)
 
 
 @pytest.fixture(scope="module")
-def together(run: Callable[..., Seen]) -> Seen:
+def together(on_hosts: Callable[..., Seen]) -> Seen:
     """The same two ranks on one machine."""
-    return run(0, 2, [name for name in NAMES if "stock" not in name])
+    return on_hosts(WORKER, 0, 2, *(name for name in NAMES if "stock" not in name))
 
 
 def result_of(seen: dict[str, Any]) -> Result:
@@ -78,9 +57,17 @@ def test_a_step_sends_what_zero_3_needs(apart: Seen) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "ranks"), [(2, 4), (3, 3)])
-def test_more_ranks_and_hosts(run: Callable[..., Seen], count: int, ranks: int) -> None:
+def test_more_ranks_and_hosts(on_hosts: Callable[..., Seen], count: int, ranks: int) -> None:
     names = ("clipping", "immediate", "accumulation", "fp16", "gpu-states", "ssd", "delays", "lora")
-    for far, near in zip(run(count, ranks, names), run(0, ranks, names), strict=True):
+    for far, near in zip(on_hosts(WORKER, count, ranks, *names), on_hosts(WORKER, 0, ranks, *names), strict=True):
         for name in names:
             assert far[name]["is_shared"] is False
             assert differences(result_of(far[name]), result_of(near[name])) == [], name
+
+
+@pytest.mark.slow
+def test_a_slow_link_changes_no_bit(on_hosts: Callable[..., Seen]) -> None:
+    names = ("clipping", "immediate")
+    for slow, near in zip(on_hosts(WORKER, 2, 2, *names, megabits=20), on_hosts(WORKER, 0, 2, *names), strict=True):
+        for name in names:
+            assert differences(result_of(slow[name]), result_of(near[name])) == [], name

@@ -182,13 +182,14 @@ class Watchdog:
         others = self._peers.others() if self._peers is not None else []
         ended = [peer for peer in others if peer.is_lost(self._times.silence_s)]
         if ended and self._since >= self._times.lost_s and self._waits_for_ranks():
-            return f"{self._says(others)}; {'; '.join(map(str, ended[:MOST_NAMED]))}: look there for the cause"
+            return f"{self._says(others)}; {_named(ended)}: look there for the cause"
         if self._peers is None and self._waits_for_ranks():
             return None  # nothing is known of the other ranks: the process group has its own time-out
         limit_s = self._times.limit_s
-        if self._since >= limit_s and all(peer.has_ended or peer.stands(limit_s) for peer in others):
+        if self._since >= limit_s and all(peer in ended or peer.stands(limit_s) for peer in others):
+            beside = f"; {_named(ended)}" if ended else ""
             return (
-                f"nothing has come forward for {self._since:.0f} s: {self._says(others)}; resume from the last "
+                f"nothing has come forward for {self._since:.0f} s: {self._says(others)}{beside}; resume from the last "
                 "checkpoint and report this message (ds_slide.hang_timeout sets the time, 0 switches this off)"
             )
         return None
@@ -201,7 +202,7 @@ class Watchdog:
         while not (ended := [peer for peer in self._peers.others() if peer.is_lost(self._times.beats_s)]):
             if time.monotonic() > deadline or self._closed.wait(self._times.look_s):
                 break
-        return "; ".join(f"{peer}: {peer.state.what}" if peer.state.what else str(peer) for peer in ended[:MOST_NAMED])
+        return _named(ended, with_states=True)
 
     def _waits_for_ranks(self) -> bool:
         return self._failures.oldest_outstanding() is not None or any(wait.for_ranks for wait in self._failures.waits())
@@ -249,3 +250,9 @@ class Watchdog:
             thread.start()
             thread.join(self._times.last_s)
         self._end_process(1)
+
+
+def _named(peers: Sequence[Peer], *, with_states: bool = False) -> str:
+    """Return a text that names ranks, and says why they have ended if `with_states`."""
+    said = [f"{peer}: {peer.state.what}" if with_states and peer.state.what else str(peer) for peer in peers]
+    return "; ".join(said[:MOST_NAMED])
