@@ -83,7 +83,7 @@ lint: install
 sanitize:
 	bash csrc/tests/run_sanitizers.sh
 
-# The extension in place, for the python that is active (needs pybind11 there).
+# The library in place, for the python that is active (needs setuptools there).
 native:
 	$(PYTHON) setup.py build_ext --inplace
 
@@ -114,5 +114,5 @@ $(VENV)/.installed: $(VENV)/.operators setup.py pyproject.toml $(NATIVE_SOURCES)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist runs *.egg-info ds_slide/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist runs *.egg-info ds_slide/_native*.so ds_slide/_native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

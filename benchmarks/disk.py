@@ -76,7 +76,7 @@ def engine() -> Iterator[_native.IoEngine]:
 
 def buffers(count: int) -> torch.Tensor:
     """Random bytes of `count` requests in page-aligned memory, in huge pages as the engine's own buffers are."""
-    memory = torch.frombuffer(_native.Slab(REQUEST_BYTES * count, False, True), dtype=torch.uint8)
+    memory = torch.frombuffer(_native.Slab(REQUEST_BYTES * count, False, True).memory, dtype=torch.uint8)
     # By words: one number for each byte took five seconds for 1 GiB.
     memory.view(torch.int64).random_()
     return memory

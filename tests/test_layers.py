@@ -75,7 +75,7 @@ def imports(tree: ast.AST, module: str, *, is_package: bool = False) -> Iterator
             base = ".".join([*here, *([node.module] if node.module else [])])
             for alias in node.names:
                 whole = f"{base}.{alias.name}"
-                yield whole if whole in MODULES or whole == "ds_slide._native" else base
+                yield whole if whole in MODULES else base
 
 
 def imported_by(module: str) -> set[str]:

@@ -1,53 +1,42 @@
 #include "checksum/checksum.hpp"
 
-#include <pybind11/stl.h>
-
 #include <stdexcept>
 #include <string>
 
-#include "bindings/register.hpp"
-
-namespace py = pybind11;
+#include "bindings/abi.hpp"
 
 namespace ds_slide {
 namespace {
 
-SumIsa isa_of(std::string const& name) {
-  if (name == "auto") return best_sum_isa();
-  if (name == "sse42") return SumIsa::sse42;
-  if (name == "portable") return SumIsa::portable;
-  throw std::invalid_argument("isa is \"" + name + "\" but must be one of auto, sse42, portable");
-}
+/// `isa`: 0 for the best one, else 1 more than its number.
+SumIsa isa_of(std::int64_t isa) { return isa == 0 ? best_sum_isa() : static_cast<SumIsa>(isa - 1); }
 
-std::size_t pages_of(std::size_t nbytes) {
-  if (nbytes % kSumPage != 0) {
+std::size_t pages_of(std::int64_t nbytes) {
+  if (count_of("nbytes", nbytes) % kSumPage != 0) {
     throw std::invalid_argument(std::to_string(nbytes) + " bytes are not a multiple of 4096");
   }
-  return nbytes / kSumPage;
+  return static_cast<std::size_t>(nbytes) / kSumPage;
 }
 
 }  // namespace
+}  // namespace ds_slide
 
-void register_checksum(py::module_& module) {
-  module.def(
-      "page_sums",
-      [](Workers& workers, std::uintptr_t address, std::size_t nbytes, std::uintptr_t sums_ptr,
-         std::string const& isa) {
-        page_sums(workers, isa_of(isa), reinterpret_cast<void const*>(address), pages_of(nbytes),
-                  reinterpret_cast<std::uint32_t*>(sums_ptr));
-      },
-      py::arg("workers"), py::arg("address"), py::arg("nbytes"), py::arg("sums_ptr"), py::arg("isa") = "auto",
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "first_wrong_page",
-      [](Workers& workers, std::uintptr_t address, std::size_t nbytes, std::uintptr_t sums_ptr,
-         std::string const& isa) {
-        return first_wrong_page(workers, isa_of(isa), reinterpret_cast<void const*>(address),
-                                pages_of(nbytes), reinterpret_cast<std::uint32_t const*>(sums_ptr));
-      },
-      py::arg("workers"), py::arg("address"), py::arg("nbytes"), py::arg("sums_ptr"), py::arg("isa") = "auto",
-      py::call_guard<py::gil_scoped_release>());
-  module.def("sum_isa", [] { return best_sum_isa() == SumIsa::sse42 ? "sse42" : "portable"; });
+using namespace ds_slide;
+
+DS_SLIDE_ABI(std::int64_t, page_sums,
+             (Workers * workers, void const* data, std::int64_t nbytes, std::uint32_t* sums,
+              std::int64_t isa)) {
+  return guarded([&] { page_sums(*workers, isa_of(isa), data, pages_of(nbytes), sums); });
 }
 
-}  // namespace ds_slide
+/// 0 where all pages agree, else 1 more than the number of the page.
+DS_SLIDE_ABI(std::int64_t, first_wrong_page,
+             (Workers * workers, void const* data, std::int64_t nbytes, std::uint32_t const* sums,
+              std::int64_t isa)) {
+  return guarded([&] {
+    auto const page = first_wrong_page(*workers, isa_of(isa), data, pages_of(nbytes), sums);
+    return page ? *page + 1 : 0;
+  });
+}
+
+DS_SLIDE_ABI(std::int64_t, sum_isa, ()) { return static_cast<std::int64_t>(best_sum_isa()) + 1; }

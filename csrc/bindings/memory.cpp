@@ -1,84 +1,94 @@
-#include <cstdint>
+#include <stdexcept>
 
-#include "bindings/register.hpp"
+#include "bindings/abi.hpp"
 #include "memory/generations.hpp"
 #include "memory/slab.hpp"
 
-namespace py = pybind11;
+using namespace ds_slide;
 
-namespace ds_slide {
-namespace {
-
-using Release = py::call_guard<py::gil_scoped_release>;
-
-void register_slab(py::module_& module) {
-  py::class_<Slab>(
-      module, "Slab", py::buffer_protocol(),
-      "Host memory of exact size, page aligned, optionally page-locked for the GPU; a writable buffer.")
-      .def(py::init<std::size_t, bool, bool>(), py::arg("nbytes"), py::arg("pin"), py::arg("huge_pages"),
-           Release())
-      .def(py::init<int, std::size_t, std::size_t, bool, bool>(), py::arg("descriptor"), py::arg("offset"),
-           py::arg("nbytes"), py::arg("pin"), py::arg("huge_pages"), Release())
-      .def_property_readonly("ptr",
-                             [](Slab const& slab) { return reinterpret_cast<std::uintptr_t>(slab.data()); })
-      .def_property_readonly("nbytes", &Slab::nbytes)
-      .def_property_readonly("pinned", &Slab::pinned)
-      .def("close", &Slab::close, Release())
-      .def_buffer([](Slab& slab) {
-        if (slab.data() == nullptr && slab.nbytes() > 0) throw py::value_error("this Slab is closed");
-        auto const size = static_cast<py::ssize_t>(slab.nbytes());
-        return py::buffer_info(static_cast<std::uint8_t*>(slab.data()), size);
-      });
+/// `place`: null for memory of its own, else the descriptor of a memory file and an offset in it. `nbytes` is
+/// a size_t.
+DS_SLIDE_ABI(std::int64_t, slab_new,
+             (Slab * *made, std::uint64_t nbytes, std::int64_t pin, std::int64_t huge_pages,
+              std::int64_t const* place)) {
+  return guarded([&] {
+    *made = place == nullptr ? new Slab(nbytes, pin != 0, huge_pages != 0)
+                             : new Slab(static_cast<int>(place[0]), count_of("offset", place[1]), nbytes,
+                                        pin != 0, huge_pages != 0);
+  });
 }
 
-char const* name_of(Generations::Outcome outcome) {
-  switch (outcome) {
-    case Generations::Outcome::kReached:
-      return "reached";
-    case Generations::Outcome::kClosed:
-      return "closed";
-    case Generations::Outcome::kInterrupted:
-      return "interrupted";
-    case Generations::Outcome::kSignal:
-      break;
-  }
-  return "signal";
+DS_SLIDE_ABI(std::int64_t, slab_delete, (Slab * slab)) {
+  return guarded([&] { delete slab; });
 }
 
-void register_generations(py::module_& module) {
-  py::class_<Generations>(module, "Generations",
-                          "Counters in shared memory that their owner raises and others wait for.")
-      .def_static("bytes", &Generations::bytes, py::arg("count"))
-      .def(py::init([](Slab& slab, std::size_t count) {
-             if (slab.nbytes() < Generations::bytes(count)) {
-               throw py::value_error("this Slab is too small for so many counters");
-             }
-             return std::make_unique<Generations>(slab.data(), count);
-           }),
-           py::arg("slab"), py::arg("count"), py::keep_alive<1, 2>())
-      .def("publish", &Generations::publish, py::arg("index"), py::arg("value"), Release())
-      .def("store", &Generations::store, py::arg("index"), py::arg("value"))
-      .def("close", &Generations::close, Release())
-      .def("value", &Generations::value, py::arg("index"))
-      .def_property_readonly("closed", &Generations::closed)
-      .def(
-          "wait",
-          [](Generations& self, std::size_t index, std::uint32_t at_least) {
-            py::gil_scoped_release release;
-            return name_of(self.wait(index, at_least));
-          },
-          py::arg("index"), py::arg("at_least"))
-      .def("interrupt", &Generations::interrupt, Release())
-      .def("changes", &Generations::changes)
-      .def("wait_change", &Generations::wait_change, py::arg("seen"), Release())
-      .def("poke", &Generations::poke, Release());
+DS_SLIDE_ABI(std::int64_t, slab_close, (Slab * slab)) {
+  return guarded([&] { slab->close(); });
 }
 
-}  // namespace
+DS_SLIDE_ABI(void*, slab_data, (Slab const* slab)) { return slab->data(); }
 
-void register_memory(py::module_& module) {
-  register_slab(module);
-  register_generations(module);
+DS_SLIDE_ABI(std::int64_t, slab_pinned, (Slab const* slab)) { return slab->pinned() ? 1 : 0; }
+
+DS_SLIDE_ABI(std::int64_t, generations_bytes, (std::int64_t count)) {
+  return guarded([&] { return Generations::bytes(count_of("count", count)); });
 }
 
-}  // namespace ds_slide
+DS_SLIDE_ABI(std::int64_t, generations_new,
+             (Generations * *made, void* memory, std::uint64_t nbytes, std::int64_t count)) {
+  return guarded([&] {
+    if (memory == nullptr || nbytes < Generations::bytes(count_of("count", count)))
+      throw std::invalid_argument("this Slab is too small for so many counters");
+    *made = new Generations(memory, static_cast<std::size_t>(count));
+  });
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_delete, (Generations * generations)) {
+  return guarded([&] { delete generations; });
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_publish,
+             (Generations * generations, std::uint64_t index, std::int64_t value)) {
+  return guarded([&] { generations->publish(index, static_cast<std::uint32_t>(value)); });
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_store,
+             (Generations * generations, std::uint64_t index, std::int64_t value)) {
+  return guarded([&] { generations->store(index, static_cast<std::uint32_t>(value)); });
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_close, (Generations * generations)) {
+  return guarded([&] { generations->close(); });
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_value, (Generations const* generations, std::uint64_t index)) {
+  return guarded([&] { return generations->value(index); });
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_closed, (Generations const* generations)) {
+  return generations->closed() ? 1 : 0;
+}
+
+/// The number of a Generations::Outcome.
+DS_SLIDE_ABI(std::int64_t, generations_wait,
+             (Generations * generations, std::uint64_t index, std::int64_t at_least)) {
+  return guarded([&] {
+    return static_cast<std::int64_t>(generations->wait(index, static_cast<std::uint32_t>(at_least)));
+  });
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_interrupt, (Generations * generations)) {
+  return guarded([&] { generations->interrupt(); });
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_changes, (Generations const* generations)) {
+  return generations->changes();
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_wait_change, (Generations * generations, std::int64_t seen)) {
+  return guarded([&] { generations->wait_change(static_cast<std::uint32_t>(seen)); });
+}
+
+DS_SLIDE_ABI(std::int64_t, generations_poke, (Generations * generations)) {
+  return guarded([&] { generations->poke(); });
+}

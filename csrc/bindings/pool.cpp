@@ -1,63 +1,62 @@
 #include "memory/pool.hpp"
 
-#include <pybind11/stl.h>
+#include "bindings/abi.hpp"
 
-#include <cstdint>
-#include <vector>
+using namespace ds_slide;
 
-#include "bindings/register.hpp"
-
-namespace py = pybind11;
-
-namespace ds_slide {
-namespace {
-
-void* data_of(Pool::Lease const& lease) {
-  void* const data = lease.data();
-  if (data == nullptr) throw py::value_error("this Lease was released; its buffer may be another's by now");
-  return data;
+DS_SLIDE_ABI(std::int64_t, pool_new,
+             (Pool * *made, std::uint64_t buffer_bytes, std::uint64_t count, std::int64_t pin,
+              std::int64_t huge_pages)) {
+  return guarded([&] { *made = new Pool(buffer_bytes, count, pin != 0, huge_pages != 0); });
 }
 
-py::dict as_dict(Pool::Statistics const& statistics) {
-  py::dict dict;
-  dict["buffers"] = statistics.buffers;
-  dict["free"] = statistics.free;
-  dict["leased_peak"] = statistics.leased_peak;
-  dict["bytes"] = statistics.bytes;
-  dict["pinned"] = statistics.pinned;
-  return dict;
+DS_SLIDE_ABI(std::int64_t, pool_delete, (Pool * pool)) {
+  return guarded([&] { delete pool; });
 }
 
-}  // namespace
-
-void register_pool(py::module_& module) {
-  // Leases come and go with the interpreter's lock held: they take less time than releasing it. After a
-  // release the thread could wait 5 ms for another thread that computes.
-  py::class_<Pool::Lease>(module, "Lease", py::buffer_protocol(),
-                          "One buffer of a Pool, until released or dropped; a writable buffer.")
-      .def_property_readonly(
-          "ptr", [](Pool::Lease const& lease) { return reinterpret_cast<std::uintptr_t>(data_of(lease)); })
-      .def_property_readonly("nbytes", &Pool::Lease::nbytes)
-      .def("release", &Pool::Lease::release)
-      .def_buffer([](Pool::Lease& lease) {
-        auto const size = static_cast<py::ssize_t>(lease.nbytes());
-        return py::buffer_info(static_cast<std::uint8_t*>(data_of(lease)), size);
-      });
-  using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<Pool>(module, "Pool", "Equal host buffers, allocated at once and lent out as leases.")
-      .def(py::init<std::size_t, std::size_t, bool, bool>(), py::arg("buffer_bytes"), py::arg("count"),
-           py::arg("pin"), py::arg("huge_pages"), Release())
-      .def("try_lease", &Pool::try_lease)
-      .def_property_readonly("buffer_bytes", &Pool::buffer_bytes)
-      .def_property_readonly("addresses",
-                             [](Pool const& pool) {
-                               std::vector<std::uintptr_t> addresses;
-                               for (void* address : pool.addresses())
-                                 addresses.push_back(reinterpret_cast<std::uintptr_t>(address));
-                               return addresses;
-                             })
-      .def("close", &Pool::close, Release())
-      .def("stats", [](Pool const& pool) { return as_dict(pool.statistics()); });
+/// 1, and the lease in `lent`, or 0 where no buffer is free.
+DS_SLIDE_ABI(std::int64_t, pool_try_lease, (Pool * pool, Pool::Lease** lent)) {
+  return guarded([&] {
+    *lent = pool->try_lease().release();
+    return *lent == nullptr ? 0 : 1;
+  });
 }
 
-}  // namespace ds_slide
+/// The addresses of all buffers, into `addresses` where there is room for `room` of them. Returns how many
+/// there are.
+DS_SLIDE_ABI(std::int64_t, pool_addresses, (Pool const* pool, void** addresses, std::int64_t room)) {
+  return guarded([&] {
+    std::int64_t count = 0;
+    for (void* const address : pool->addresses()) {
+      if (count < room) addresses[count] = address;
+      ++count;
+    }
+    return count;
+  });
+}
+
+DS_SLIDE_ABI(std::int64_t, pool_close, (Pool * pool)) {
+  return guarded([&] { pool->close(); });
+}
+
+/// Into `values`: buffers, free, leased_peak, bytes, pinned.
+DS_SLIDE_ABI(std::int64_t, pool_stats, (Pool const* pool, std::int64_t* values)) {
+  return guarded([&] {
+    Pool::Statistics const statistics = pool->statistics();
+    values[0] = static_cast<std::int64_t>(statistics.buffers);
+    values[1] = static_cast<std::int64_t>(statistics.free);
+    values[2] = static_cast<std::int64_t>(statistics.leased_peak);
+    values[3] = static_cast<std::int64_t>(statistics.bytes);
+    values[4] = statistics.pinned ? 1 : 0;
+  });
+}
+
+DS_SLIDE_ABI(void*, lease_data, (Pool::Lease const* lease)) { return lease->data(); }
+
+DS_SLIDE_ABI(std::int64_t, lease_release, (Pool::Lease * lease)) {
+  return guarded([&] { lease->release(); });
+}
+
+DS_SLIDE_ABI(std::int64_t, lease_delete, (Pool::Lease * lease)) {
+  return guarded([&] { delete lease; });
+}

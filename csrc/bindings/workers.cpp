@@ -1,19 +1,22 @@
 #include "threads/workers.hpp"
 
-#include <pybind11/stl.h>
+#include <vector>
 
-#include "bindings/register.hpp"
+#include "bindings/abi.hpp"
 
-namespace py = pybind11;
+using ds_slide::guarded;
+using ds_slide::Workers;
 
-namespace ds_slide {
-
-void register_workers(py::module_& module) {
-  py::class_<Workers>(module, "Workers",
-                      "Persistent update threads, pinned to cores[i % len(cores)] when cores are given.")
-      .def(py::init<int, std::vector<int> const&>(), py::arg("num_threads"), py::arg("cores"),
-           py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("num_threads", &Workers::num_threads);
+DS_SLIDE_ABI(std::int64_t, workers_new,
+             (Workers * *made, std::int64_t num_threads, std::int64_t const* cores, std::int64_t num_cores)) {
+  return guarded([&] {
+    std::vector<int> const chosen(cores, cores + num_cores);
+    *made = new Workers(static_cast<int>(num_threads), chosen);
+  });
 }
 
-}  // namespace ds_slide
+DS_SLIDE_ABI(std::int64_t, workers_delete, (Workers * workers)) {
+  return guarded([&] { delete workers; });
+}
+
+DS_SLIDE_ABI(std::int64_t, workers_num_threads, (Workers const* workers)) { return workers->num_threads(); }

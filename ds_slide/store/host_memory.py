@@ -45,11 +45,10 @@ class HostMemory:
         size = numel * dtype.itemsize
         pin = self._page_lock and transfers
         try:
-            options = (size, pin, self._huge_pages)
-            slab = _native.Slab(*options) if place is None else _native.Slab(place[0], place[1], *options)
+            slab = _native.Slab(size, pin, self._huge_pages, place)
         except (RuntimeError, MemoryError, ValueError) as error:
             raise self.refusal(size, transfers, error) from error
-        whole = torch.frombuffer(slab, dtype=torch.uint8, count=size)
+        whole = torch.frombuffer(slab.memory, dtype=torch.uint8, count=size)
         if counts:
             self._count(size, pin)
             self._tensors.append(whole)

@@ -74,4 +74,4 @@ def map_bytes(descriptor: int, part: Range) -> Any:
     """Return a `_native.Slab` over a part of a memory file, not page-locked."""
     from ds_slide import _native
 
-    return _native.Slab(descriptor, part.offset, part.nbytes, False, False)
+    return _native.Slab(part.nbytes, False, False, (descriptor, part.offset))

@@ -10,8 +10,9 @@ and exits with 1 on any difference, and when a run fails in either tree. About t
 Both trees run the files beside this one, and these call what users may call, so that it does not matter what has moved
 inside. The engine's constants are as they are: a block of these models is one chunk on SSD and one span of an update.
 
-The built extension of this checkout serves a tree whose C++ is the same; another one is built, and kept in
-`build/identity` for the next time.
+The built library of this checkout serves a tree whose C++ is the same; another one is built, and kept in
+`build/identity` for the next time. With `--wheel FILE` the new tree gets the library of that wheel, so that
+`--parent HEAD --wheel FILE` compares two compilers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,7 +36,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
+LIBRARY = "_native/libds_slide.so"
 EXTENSION = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+"""What commits before the C interface have instead."""
 NATIVE_SOURCES = ("csrc", "setup.py")
 TIMEOUT_S = 900
 SHOWN = 4
@@ -46,6 +50,7 @@ def main() -> None:
     parser.add_argument("--parent", required=True, help="the commit that is right by definition")
     parser.add_argument("--new", default="HEAD", help="the commit that is compared with it")
     parser.add_argument("--only", default="", help="regular expression: the runs with such a name")
+    parser.add_argument("--wheel", type=Path, help="a wheel whose library the compared commit gets")
     options = parser.parse_args()
 
     started = time.monotonic()
@@ -53,7 +58,7 @@ def main() -> None:
         print("note: what is not committed takes no part")
     with tempfile.TemporaryDirectory(prefix="identity-") as folder:
         with checked_out(options.parent, Path(folder) / "parent") as parent:
-            with checked_out(options.new, Path(folder) / "new") as new:
+            with checked_out(options.new, Path(folder) / "new", options.wheel) as new:
                 results = run_both(parent, new, options.only)
     wrong = table(results)
     print(f"\n{len(results)} results, {wrong} with differences, {time.monotonic() - started:.0f} s")
@@ -70,35 +75,46 @@ def git(*arguments: str) -> str:
 
 
 @contextmanager
-def checked_out(commit: str, folder: Path) -> Iterator[Path]:
-    """A working tree of `commit` with its extension, for as long as the context lasts."""
+def checked_out(commit: str, folder: Path, wheel: Path | None = None) -> Iterator[Path]:
+    """A working tree of `commit` with its library, for as long as the context lasts."""
     print(f"{folder.name}: {git('log', '-1', '--format=%h %s', commit)}", flush=True)
     git("worktree", "add", "--detach", str(folder), commit)
     try:
-        shutil.copy2(extension_of(folder), folder / "ds_slide" / EXTENSION)
+        built = folder / "ds_slide" / library_of(folder)
+        if wheel is None:
+            shutil.copy2(build_of(folder), built)
+        else:
+            print(f"  with the library of {wheel.name}", flush=True)
+            with zipfile.ZipFile(wheel) as archive:
+                built.write_bytes(archive.read(f"ds_slide/{LIBRARY}"))
         yield folder
     finally:
         git("worktree", "remove", "--force", str(folder))
 
 
-def extension_of(tree: Path) -> Path:
-    """A built extension of the C++ in `tree`: this checkout's, one that was kept, or a new one."""
-    sources = native_sources(tree)
-    built = REPOSITORY / "ds_slide" / EXTENSION
+def library_of(tree: Path) -> str:
+    """Where the sources in `tree` look for their library, below its `ds_slide`."""
+    return LIBRARY if (tree / "ds_slide" / LIBRARY).parent.is_dir() else EXTENSION
+
+
+def build_of(tree: Path) -> Path:
+    """A built library of the C++ in `tree`: this checkout's, one that was kept, or a new one."""
+    sources, name = native_sources(tree), library_of(tree)
+    built = REPOSITORY / "ds_slide" / name
     if built.exists() and sources == native_sources(REPOSITORY) and is_newer(built, REPOSITORY):
         return built
-    kept = REPOSITORY / "build" / "identity" / f"{sources}-{EXTENSION}"
+    kept = REPOSITORY / "build" / "identity" / f"{sources}-{Path(name).name}"
     if not kept.exists():
-        print(f"  building the extension of {tree.name}: its C++ is not that of this checkout's built file", flush=True)
+        print(f"  building the library of {tree.name}: its C++ is not that of this checkout's built file", flush=True)
         build = (sys.executable, "setup.py", "build_ext", "--inplace")
         subprocess.run(build, cwd=tree, check=True, stdout=subprocess.DEVNULL)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(tree / "ds_slide" / EXTENSION, kept)
+        shutil.move(tree / "ds_slide" / name, kept)
     return kept
 
 
 def native_sources(tree: Path) -> str:
-    """A hash of the files that the extension is built from, as they are in the folder `tree`."""
+    """A hash of the files that the library is built from, as they are in the folder `tree`."""
     listed = subprocess.run(
         ("git", "ls-files", "--", *NATIVE_SOURCES), cwd=tree, check=True, capture_output=True, text=True
     ).stdout.split("\n")[:-1]

@@ -19,7 +19,7 @@ class Memory:
 
     def __init__(self, nbytes: int) -> None:
         self._slab = Slab(nbytes, pin=False, huge_pages=False)
-        self.bytes = memoryview(self._slab)
+        self.bytes = self._slab.memory
         self.ptr = self._slab.ptr
         self.nbytes = nbytes
 

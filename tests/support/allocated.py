@@ -39,7 +39,7 @@ class Counted:
 
     def slab(self, *arguments: Any) -> Any:
         made = SLAB(*arguments)
-        self._slabs.append((weakref.ref(made), len(arguments) == 5))
+        self._slabs.append((weakref.ref(made), arguments[3:] not in ((), (None,))))
         return made
 
     def pool(self, *arguments: Any) -> Any:

@@ -25,7 +25,7 @@ class Lease:
     def __init__(self, pool: BufferPool, native: Any) -> None:
         self.pool = pool
         self._native = native
-        self.buffer = torch.frombuffer(native, dtype=torch.uint8)
+        self.buffer = torch.frombuffer(native.memory, dtype=torch.uint8)
         """A flat tensor of bytes; the content is left over from its last user."""
 
     def release(self) -> None:

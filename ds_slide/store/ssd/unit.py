@@ -60,7 +60,7 @@ def page_buffer(nbytes: int) -> torch.Tensor:
     from ds_slide import _native
 
     size = whole_pages(nbytes)
-    return torch.frombuffer(_native.Slab(size, False, False), dtype=torch.uint8, count=size)
+    return torch.frombuffer(_native.Slab(size, False, False).memory, dtype=torch.uint8, count=size)
 
 
 def _bounce(offset: int, nbytes: int) -> tuple[Part, torch.Tensor, torch.Tensor]:

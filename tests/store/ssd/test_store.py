@@ -42,7 +42,7 @@ class Memory:
     def __init__(self, nbytes: int, seed: int | None = None) -> None:
         self.slab = _native.Slab(nbytes, False, False)
         self.address = self.slab.ptr
-        self.array = np.frombuffer(self.slab, np.uint8)
+        self.array = np.frombuffer(self.slab.memory, np.uint8)
         if seed is not None:
             self.array[:] = np.frombuffer(random.Random(seed).randbytes(nbytes), np.uint8)
 

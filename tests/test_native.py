@@ -1,0 +1,128 @@
+"""The C interface of the library, and what keeps `ds_slide/_native` and csrc/bindings together."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ds_slide import _native
+from ds_slide._native import library
+
+SOURCES = Path(library.__file__).parent
+CALL = re.compile(r'function\("(\w+)", "([pqd:]+)"')
+
+
+def test_each_function_of_the_library_is_called_with_its_types():
+    """`function` compares the types of those that are called; here none may be left over."""
+    called = dict(match for path in SOURCES.glob("*.py") for match in CALL.findall(path.read_text("utf-8")))
+    assert {name: types.replace(":", "") for name, types in called.items()} == library._SIGNATURES
+
+
+@pytest.mark.parametrize(("name", "types"), [("update", "q:pq"), ("no_such_function", "q:p"), ("page_sums", "q:pppqq")])
+def test_a_library_of_other_sources_is_refused(name, types):
+    with pytest.raises(ImportError, match=f"was built from other sources: its function '{name}' has the types"):
+        library.function(name, types)
+
+
+def test_a_missing_library_is_an_import_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "PATH", tmp_path / "libds_slide.so")
+    with pytest.raises(ImportError, match=r"libds_slide\.so is not there"):
+        library._load()
+    library.PATH.write_bytes(b"not a library")
+    with pytest.raises(ImportError, match="libds_slide"):
+        library._load()
+
+
+def test_nothing_of_cpp_is_visible():
+    """torch has a C++ library of its own: names of ours would be mixed with its."""
+    if not (nm := next((path for path in ("/usr/bin/nm", "/usr/local/bin/nm") if os.path.exists(path)), None)):
+        pytest.skip("needs nm")
+    done = subprocess.run([nm, "-D", "--defined-only", library.PATH], capture_output=True, text=True, check=True)
+    names = {line.split()[-1] for line in done.stdout.splitlines()}
+    assert names == {f"slide_{name}" for name in (*library._SIGNATURES, "functions")}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda workers: _native.copy(workers, 4096, 4096, -1), "nbytes is -1 but must not be negative"),
+        (lambda workers: _native.sum_of_squares(workers, 4096, "fp32", -1), "numel is -1 but must not be negative"),
+        (lambda workers: _native.sum_of_squares(workers, 4096, "fp8", 1), 'dtype is "fp8" but must be one of bf16'),
+        (lambda workers: _native.page_sums(workers, 0, 5, 0), "5 bytes are not a multiple of 4096"),
+        (lambda workers: _native.page_sums(workers, 0, 0, 0, "avx"), 'isa is "avx" but must be one of auto, portable'),
+        (lambda _: _native.Generations.bytes(-1), "count is -1"),
+        (lambda _: _native.Generations(_native.Slab(4096, False, False), 1 << 20), "too small"),
+    ],
+)
+def test_values_that_cannot_be(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(_native.Workers(1, []))
+
+
+def test_ctrl_c_ends_a_wait():
+    """With nothing to come, `next` waits for minutes; Python's handler runs within it."""
+    script = """
+        import os, signal, threading
+        from ds_slide import _native
+        engine = _native.IoEngine("threads", 1, 4096)
+
+        def press():
+            def asleep():
+                return open(f"/proc/self/task/{os.getpid()}/stat").read().rsplit(")", 1)[1].split()[0] == "S"
+
+            while not (waits and asleep()):
+                os.sched_yield()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        waits = []
+        try:
+            threading.Thread(target=press).start()
+            waits.append(True)
+            engine.next(200.0)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
+
+
+def test_an_interrupt_loses_no_lease():
+    """Ctrl-C at any instruction of `try_lease`: the buffer is free again once the frames are gone."""
+    pool = _native.Pool(4096, 1, False, False)
+    events = 0
+
+    def interrupt_at(number: int) -> bool:
+        """Whether the call was interrupted, at line or return `number`."""
+        nonlocal events
+        events = 0
+
+        def trace(_frame, event, _argument):
+            nonlocal events
+            if event in ("line", "return"):
+                events += 1
+                if events == number:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            pool.try_lease()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    number = 1
+    while interrupt_at(number):
+        assert pool.stats()["free"] == 1, f"interrupted at event {number}"
+        number += 1
+    assert number > 3
