@@ -12,6 +12,7 @@ TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 CLIENTS := $(CURDIR)/.venv-clients
+VENV_WHEELS := $(CURDIR)/.venv-wheels
 NATIVE_SOURCES := $(shell find csrc -name '*.[ch]pp' 2>/dev/null)
 
 # A file at a time: its tests share engines and the results of processes. In the order of their names: sorted by their
@@ -27,7 +28,7 @@ export DS_ACCELERATOR := cpu
 # Tests start fresh processes: what these import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-clients test-clients-quick lint sanitize native install clean
+.PHONY: demo test test-clients test-clients-quick lint sanitize native wheels test-wheels install clean
 
 demo: install
 	$(ACTIVATE) $(BIN)/deepspeed --log_level warning --num_gpus 1 examples/finetune.py \
@@ -87,6 +88,19 @@ sanitize:
 native:
 	$(PYTHON) setup.py build_ext --inplace
 
+# The wheels of a release for both architectures, checked, with their sums, in dist/: no Docker, no compiler of the machine.
+wheels: $(VENV_WHEELS)/.installed
+	$(VENV_WHEELS)/bin/python release/build_wheels.py
+
+$(VENV_WHEELS)/.installed: requirements/wheels.txt
+	$(PYTHON) -m venv $(VENV_WHEELS)
+	$(VENV_WHEELS)/bin/python -m pip install --quiet -r requirements/wheels.txt
+	@touch $@
+
+# The wheel as a user installs it: in empty environments without a compiler, one for each Python of the machine.
+test-wheels: install
+	$(BIN)/python release/check_install.py $(WHEEL_FLAGS)
+
 install: $(VENV)/.installed
 
 $(VENV)/.requirements: requirements/torch.txt requirements/test.txt requirements/constraints.txt
@@ -114,5 +128,5 @@ $(VENV)/.installed: $(VENV)/.operators setup.py pyproject.toml $(NATIVE_SOURCES)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist runs *.egg-info ds_slide/_native*.so ds_slide/_native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(VENV_WHEELS) build dist runs *.egg-info ds_slide/_native*.so ds_slide/_native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,7 +27,7 @@ FLOORS = (
 )
 """From the ground up."""
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-ENTRANCES = ("__init__", "_autoload", "run")
+ENTRANCES = ("__init__", "__main__", "_autoload", "run")
 """The modules in front of all rooms."""
 
 BESIDE = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import re
 import subprocess
@@ -63,6 +65,36 @@ def test_nothing_of_cpp_is_visible():
 def test_values_that_cannot_be(call, words):
     with pytest.raises(ValueError, match=words):
         call(_native.Workers(1, []))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd_momentum"])
+def test_an_update_without_torch(rule):
+    """The best instruction set and the portable kernels give the same bits, and other ones than before."""
+    numel, states, numbers = 1003, {"adamw": 2}.get(rule, 1), {"adamw": 10, "lion": 7}.get(rule, 5)
+    workers = _native.Workers(2, [])
+
+    def after(isa: str) -> bytes:
+        arrays = [(ctypes.c_float * numel)(*(math.sin(index * (1 + k)) for index in range(numel))) for k in range(4)]
+        arrays[3][:] = [abs(value) for value in arrays[3]]
+        weight, gradient, *kept = map(ctypes.addressof, arrays)
+        numbers_of_step = [0.5 / (1 + k) for k in range(numbers)]
+        state_ptrs = kept[:states]
+        _native.update(
+            workers,
+            rule,
+            "fp32",
+            weight,
+            0,
+            state_ptrs,
+            gradient,
+            "fp32",
+            numel,
+            numbers_of_step,
+            isa,  # type: ignore[arg-type]
+        )
+        return b"".join(bytes(each) for each in arrays)
+
+    assert after("portable") == after(_native.isa()) == after("auto")
 
 
 def test_ctrl_c_ends_a_wait():

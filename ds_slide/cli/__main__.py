@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_slide import __version__
-from ds_slide.cli import trace
+from ds_slide.cli import json_files, trace
 from ds_slide.errors import SlideError
 from ds_slide.report.tested import installed_version
 
@@ -32,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _doctor_options(commands.add_parser("doctor", help="measure this machine, and say what is missing"))
     _plan_options(
         commands.add_parser("plan", help="say what a JSON and a model will take, and how long a step will be")
+    )
+    json_files.add_arguments(
+        commands.add_parser("check", help="say whether a JSON is accepted, with everything that is refused"),
+        commands.add_parser("convert", help="add the key to a JSON of stock DeepSpeed, and drop what it replaces"),
     )
     trace.add_arguments(commands.add_parser("trace", help="say what a recorded step did and waited for"))
     given = parser.parse_args(arguments)
@@ -95,6 +99,8 @@ def _run(given: argparse.Namespace) -> int:
                 from ds_slide.cli.doctor.command import run
             elif given.command == "plan":
                 from ds_slide.cli.planning.command import run
+            elif given.command in ("check", "convert"):
+                run = json_files.run_check if given.command == "check" else json_files.run_convert
             else:
                 run = trace.run
             code = int(run(given, lines))
@@ -115,20 +121,40 @@ def _print(lines: Sequence[str]) -> None:
 
 
 def versions() -> Iterator[str]:
-    """Yield a line each for DS-Slide, the packages beside it, Python, and the CPU that updates are compiled for."""
+    """Yield a line each for DS-Slide, the packages beside it, Python, and what of the machine an engine uses."""
     yield f"ds-slide {__version__}"
     for package in BESIDE:
         yield f"{package} {installed_version(package) or 'is not installed'}"
     yield f"python {platform.python_version()}"
-    yield f"native module: {_instruction_set()}"
+    usable, there = len(os.sched_getaffinity(0)), os.cpu_count()
+    yield f"cores: {usable} of {there}, {platform.machine()}"
+    gpus = sorted(_gpus())
+    yield f"GPUs: {', '.join(f'{gpus.count(name)} x {name}' for name in dict.fromkeys(gpus)) or 'no driver of NVIDIA'}"
+    yield from _native_module()
 
 
-def _instruction_set() -> str:
+def _gpus() -> Iterator[str]:
+    """Yield the model of each GPU that NVIDIA's driver names. To ask torch would take seconds."""
+    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        with contextlib.suppress(OSError):
+            models = [line.partition(":")[2] for line in path.read_text().splitlines() if line.startswith("Model:")]
+            yield from (model.strip() for model in models)
+
+
+def _native_module() -> Iterator[str]:
     try:
         from ds_slide import _native
     except ImportError as error:
-        return f"cannot be loaded ({error})"
-    return _native.isa()
+        yield f"native module: cannot be loaded ({error})"
+        return
+    yield f"native module: updates in {_native.isa()}, checksums in {_native.sum_isa()}"
+    try:
+        engine = _native.IoEngine("auto", 1, 4096, burst_bytes=0)
+    except (RuntimeError, OSError) as error:
+        yield f"files: {' '.join(str(error).split())}"
+        return
+    yield f"files: by {engine.backend}"
+    engine.close()
 
 
 if __name__ == "__main__":

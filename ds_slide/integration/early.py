@@ -82,11 +82,19 @@ def check_json(raw: Any) -> None:
         return
     from ds_slide.config.json_types import AUTO
     from ds_slide.integration import contract
-    from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, setting_problems
-    from ds_slide.plan.ssd_settings import ssd_problems
 
     if (stage := _at(raw, "zero_optimization.stage", 0)) != AUTO:
         contract.require_stage(stage)
+    contract.raise_all(*json_problems(raw, slide))
+
+
+def json_problems(raw: Mapping[str, Any], slide: SlideConfig) -> Iterator[str]:
+    """Yield what no engine with DS-Slide supports in the JSON beside its block, its types and the stage."""
+    from ds_slide.config.json_types import AUTO
+    from ds_slide.integration import contract
+    from ds_slide.integration.refused import REFUSED_ENGINE_SETTINGS, REFUSED_ZERO_SETTINGS, setting_problems
+    from ds_slide.plan.ssd_settings import ssd_problems
+
     # The values of the JSON by the names that the checks of the engine use, without "auto".
     rows = (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)
     values = {row.name: value for row in rows if (value := _at(raw, row.path)) not in (None, AUTO)}
@@ -105,14 +113,13 @@ def check_json(raw: Any) -> None:
     values["torch_autocast"] = _at(raw, "torch_autocast.enabled") is True
     values["torch_autocast_dtype"] = _dtype(_at(raw, "torch_autocast.dtype"))
     values["zenflow_config"] = _at(raw, "zero_optimization.zenflow")
-    contract.raise_all(
-        *setting_problems(values, rows),
-        *contract.autocast_problems(values),
-        *contract.offload_problems(values),
-        *(() if _ssd_is_open(slide, raw) else ssd_problems(slide, raw)),
-        *contract.state_dtype_problems(slide),
-        *contract.holding_problems(values, slide),
-    )
+    yield from setting_problems(values, rows)
+    yield from contract.autocast_problems(values)
+    yield from contract.offload_problems(values)
+    if not _ssd_is_open(slide, raw):
+        yield from ssd_problems(slide, raw)
+    yield from contract.state_dtype_problems(slide)
+    yield from contract.holding_problems(values, slide)
 
 
 def _ssd_is_open(slide: SlideConfig, raw: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ds_slide import __version__
 
@@ -18,7 +18,13 @@ log = logging.getLogger("ds_slide")
 FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"
 
 
-class Console(logging.StreamHandler[TextIO]):
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # which takes no type in brackets before Python 3.11
+
+
+class Console(_StreamHandler):
     """Writes the records that no other handler gets."""
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -21,14 +22,21 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run((sys.executable, *command), cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_version_names_what_a_report_needs() -> None:
-    found = run("-m", "ds_slide.cli", "--version")
+@pytest.mark.parametrize("command", [("ds_slide.cli", "--version"), ("ds_slide",)])
+def test_version_names_what_a_report_needs(command: tuple[str, ...]) -> None:
+    found = run("-m", *command)
     assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.splitlines() == [
+    lines = found.stdout.splitlines()
+    gpus = lines.pop(-3)
+    assert gpus.startswith("GPUs: ") and ("driver" in gpus or " x " in gpus)
+    engine = _native.IoEngine("auto", 1, 4096)
+    assert lines == [
         f"ds-slide {__version__}",
         *(f"{package} {version(package)}" for package in ("torch", "deepspeed", "triton")),
         f"python {platform.python_version()}",
-        f"native module: {_native.isa()}",
+        f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}, {platform.machine()}",
+        f"native module: updates in {_native.isa()}, checksums in {_native.sum_isa()}",
+        f"files: by {engine.backend}",
     ]
 
 
