@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -67,6 +68,16 @@ def test_values_that_cannot_be(call, words):
         call(_native.Workers(1, []))
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the others have portable kernels only")
+def test_the_best_instruction_set_is_used():
+    """By the kernel's list of what the processor can do: a library that falls back to less would be right, but slow."""
+    flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
+    best = "portable"
+    if {"avx2", "f16c"} <= flags:
+        best = "avx512" if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags else "avx2"
+    assert (_native.isa(), _native.sum_isa()) == (best, "sse42" if "sse4_2" in flags else "portable")
+
+
 @pytest.mark.parametrize("rule", ["adamw", "lion", "sgd_momentum"])
 def test_an_update_without_torch(rule):
     """The best instruction set and the portable kernels give the same bits, and other ones than before."""
@@ -103,6 +114,7 @@ def test_ctrl_c_ends_a_wait():
         import os, signal, threading
         from ds_slide import _native
         engine = _native.IoEngine("threads", 1, 4096)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background without
 
         def press():
             def asleep():

@@ -5,6 +5,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "threads/processor.hpp"
+
 namespace ds_slide {
 namespace {
 
@@ -39,13 +41,7 @@ void for_slices(Workers& workers, std::size_t pages, Body const& body) {
 
 }  // namespace
 
-SumIsa best_sum_isa() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("sse4.2")) return SumIsa::sse42;
-#endif
-  return SumIsa::portable;
-}
+SumIsa best_sum_isa() { return Processor().sse42 ? SumIsa::sse42 : SumIsa::portable; }
 
 void page_sums(Workers& workers, SumIsa isa, void const* data, std::size_t pages, std::uint32_t* sums) {
   PageSums const kernel = kernel_of(isa);

@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "threads/processor.hpp"
 #include "update/rounding.hpp"
 #include "update/stream_copy.hpp"
 
@@ -36,16 +37,8 @@ void log_slice(UndoLog::Array const& array, std::size_t begin, std::size_t end) 
 }  // namespace
 
 Isa best_isa() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  // Every processor with AVX2 has F16C (Haswell, Zen and later).
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    return Isa::avx512;
-  }
-  if (__builtin_cpu_supports("avx2")) return Isa::avx2;
-#endif
-  return Isa::portable;
+  Processor const processor;
+  return processor.avx512 ? Isa::avx512 : processor.avx2 ? Isa::avx2 : Isa::portable;
 }
 
 KernelTable const& kernels_of(Isa isa) {

@@ -57,7 +57,7 @@ class Workers:
         )
 
     def __del__(self, _delete: Any = _workers_delete) -> None:
-        _delete(self._handle)
+        _delete(getattr(self, "_handle", None))
 
     @property
     def num_threads(self) -> int:

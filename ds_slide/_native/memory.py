@@ -39,7 +39,7 @@ class Slab:
         checked(_slab_new(ctypes.byref(self._handle), nbytes, pin, huge_pages, where))
 
     def __del__(self, _delete: Any = _slab_delete) -> None:
-        _delete(self._handle)
+        _delete(getattr(self, "_handle", None))
 
     @property
     def ptr(self) -> int:
@@ -92,8 +92,8 @@ class Lease:
         self.nbytes = nbytes
 
     def __del__(self, _delete: Any = _lease_delete) -> None:
-        if self._handle:
-            _delete(self._handle)
+        if handle := getattr(self, "_handle", None):  # an interrupt may come before there is one
+            _delete(handle)
 
     @property
     def ptr(self) -> int:
@@ -125,7 +125,7 @@ class Pool:
         checked(_pool_new(ctypes.byref(self._handle), buffer_bytes, count, pin, huge_pages))
 
     def __del__(self, _delete: Any = _pool_delete) -> None:
-        _delete(self._handle)
+        _delete(getattr(self, "_handle", None))
 
     def try_lease(self) -> Lease | None:
         """A buffer, with whatever its last user left in it, if one is free; never waits. RuntimeError when the pool is
@@ -189,7 +189,7 @@ class Generations:
         checked(_generations_new(ctypes.byref(self._handle), slab.ptr, slab.nbytes, count))
 
     def __del__(self, _delete: Any = _generations_delete) -> None:
-        _delete(self._handle)
+        _delete(getattr(self, "_handle", None))
 
     @staticmethod
     def bytes(count: int) -> int:

@@ -69,7 +69,7 @@ class IoEngine:
         checked(_io_new(place, backend.encode(), queue_depth, request_bytes, burst, low))
 
     def __del__(self, _delete: Any = _io_delete) -> None:
-        _delete(self._handle)  # waits for the requests in flight
+        _delete(getattr(self, "_handle", None))  # waits for the requests in flight
 
     @property
     def backend(self) -> Backend:
@@ -178,7 +178,7 @@ class Turns:
         checked(_turns_new(ctypes.byref(self._handle), integer(burst_bytes), depth, integer(low_depth)))
 
     def __del__(self, _delete: Any = _turns_delete) -> None:
-        _delete(self._handle)
+        _delete(getattr(self, "_handle", None))
 
     def writes_next(self, reads_wait: bool, writes_wait: bool) -> bool:
         """True for a write."""
