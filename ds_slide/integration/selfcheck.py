@@ -236,8 +236,8 @@ def check_extension() -> None:
         import ds_slide._native  # noqa: F401
     except ImportError as error:
         raise SlideError(
-            f"the C++ extension ds_slide._native does not load ({error}); build it by `pip install .` in the source "
-            "folder of DS-Slide, which needs a C++17 compiler, or set ds_slide.enabled to false"
+            f"the C++ extension ds_slide._native does not load ({error}); install the wheel of a release, or build it "
+            "by `pip install .` in the source folder, which needs a C++17 compiler, or set ds_slide.enabled to false"
         ) from error
 
 

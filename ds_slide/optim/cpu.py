@@ -16,8 +16,8 @@ try:
     from ds_slide import _native
 except ImportError as error:
     raise SlideError(
-        f"the C++ extension ds_slide._native cannot be loaded ({error}); install the package with `pip install .`, "
-        "or build it in the source tree with `python setup.py build_ext --inplace`."
+        f"the C++ extension ds_slide._native cannot be loaded ({error}); install the wheel of a release, "
+        "or build it in the source tree with `pip install .`, which needs a C++17 compiler."
     ) from error
 
 _DtypeName = Literal["bf16", "fp16", "fp32"]
