@@ -12,9 +12,9 @@ import weakref
 from collections import OrderedDict
 from typing import Any
 
-import torch
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.compiler import is_dynamo_compiling
 
 
 class _Parameters(ZeROOrderedDict):
@@ -23,7 +23,7 @@ class _Parameters(ZeROOrderedDict):
     def __getitem__(self, key: str) -> Any:
         parameter: Any = OrderedDict.__getitem__(self, key)
         # A status that changes from forward to forward must not become a guard of compiled code.
-        if torch.compiler.is_compiling() or getattr(parameter, "ds_status", None) is not ZeroParamStatus.NOT_AVAILABLE:
+        if is_dynamo_compiling() or getattr(parameter, "ds_status", None) is not ZeroParamStatus.NOT_AVAILABLE:
             return parameter
         return super().__getitem__(key)
 
