@@ -19,6 +19,7 @@ from ds_slide.errors import SlideError
 from ds_slide.report import drawing
 from ds_slide.report.causes import causes, clipped, duration, lane_shares, largest_waits
 from ds_slide.report.drawing import Bar, Panel, steps_side_by_side
+from ds_slide.report.host import host_shares
 from ds_slide.report.recorded import RecordedStep, read
 from ds_slide.report.trace import BETWEEN, COMPUTE, REQUESTS
 
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace, answer: list[str]) -> int:
 
 
 def figures(step: RecordedStep) -> dict[str, Any]:
-    """Return the figures of a step in seconds. A wait's `units` are seconds by unit."""
+    """Return the figures of a step in seconds. A wait's `units` are seconds by unit. `host`: see `HostShare`."""
     return {
         "rank": step.rank,
         "step": step.number,
@@ -62,6 +63,7 @@ def figures(step: RecordedStep) -> dict[str, Any]:
         "bound_s": step.bound_s,
         "bound_lane": step.bound_lane,
         "lanes": [asdict(share) for share in lane_shares(step)],
+        "host": [asdict(share) for share in host_shares(step.host)],
         "waits": [{**asdict(wait), "sentence": wait.sentence} for wait in largest_waits(step)],
     }
 
@@ -79,6 +81,7 @@ def lines(step: RecordedStep) -> Iterator[str]:
             seconds / step.seconds if step.seconds else 0.0 for seconds in (lane.busy_s, lane.waited_s, lane.idle_s)
         ]
         yield f"{lane.lane:22}{duration(lane.busy_s):>10}{parts[0]:>6.0%}{parts[1]:>8.0%}{parts[2]:>8.0%}"
+    yield from (share.sentence for share in host_shares(step.host))
     waits = largest_waits(step)
     yield from (wait.sentence for wait in waits)
     if not waits:

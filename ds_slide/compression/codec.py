@@ -145,11 +145,14 @@ class GradientCodec(Protocol):
         """The place of each trainable parameter in [0, numel), in the order of `Gradients`."""
         ...
 
-    def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
+    def encode(
+        self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
+    ) -> torch.Tensor | None:
         """Write or add the encoded gradient, rounded to `dtype`, to `out` ([>= numel], any dtype). With one rank only.
 
         Returns the square sum of the gradient that `out` then holds, [] fp64, where the same pass gives it. If the
-        codec has masters, it is the square sum of `gradients` alone. None: the caller sums the squares of `out`.
+        codec has masters, it is the square sum of `gradients` alone. None: the caller sums the squares of `out`, if it
+        needs the sum. `sums`: whether it does.
         """
         ...
 
@@ -259,19 +262,23 @@ class Identity:
     def _offsets(self) -> list[int]:
         return [entry.offset for entry in self.layout.entries]
 
-    def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
+    def encode(
+        self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
+    ) -> torch.Tensor | None:
         out = out[: self.numel]
         if out.is_cuda:
-            return self.encode_in_one_pass(gradients, out, accumulate=accumulate)
+            return self.encode_in_one_pass(gradients, out, accumulate=accumulate, sums=sums)
         self.encode_by_torch(gradients, out, accumulate=accumulate)
         return None
 
-    def encode_in_one_pass(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+    def encode_in_one_pass(
+        self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
+    ) -> torch.Tensor | None:
         """Encode by the GPU kernel, which also writes the alignment gaps and the parts of unused parameters."""
         from ds_slide.kernels.offload.gradient_pack import pack_gradients
 
-        square_sum = torch.empty((), dtype=torch.float64, device=out.device)
-        given = [None if gradient is None else gradient.to(self.dtype) for gradient in gradients]
+        square_sum = torch.empty((), dtype=torch.float64, device=out.device) if sums else None
+        given = [each if each is None or each.dtype == self.dtype else each.to(self.dtype) for each in gradients]
         pack_gradients(given, out, self._offsets[: len(gradients)], square_sum, accumulate=accumulate)
         return square_sum
 

@@ -7,6 +7,7 @@ update first. `absent_parameters` asks here for the value of a parameter that a 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ class ParameterProtocol:
         self._group = group
         self.places: dict[nn.Parameter, tuple[Unit, Entry]] = {}
         self.refresh()
+        self.external: weakref.ref[Any] | None = None
+        """The engine's `ExternalParameters`, which gathers parameters that a module reads though they are absent."""
         self._until_backward_ends: list[Any] = []
         """Parameters gathered because a module other than their own has read them in its forward: only `release` lets
         go of them."""
@@ -62,6 +65,19 @@ class ParameterProtocol:
             self.places |= {
                 parameter: (unit, entry) for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True)
             }
+
+    @property
+    def all_stay(self) -> bool:
+        """Whether all weights stay on the GPU, and are renewed there, so that no forward finds a parameter absent."""
+        return all(
+            unit.resident is not None and not unit.is_uploaded and not unit.is_gathered for unit in self._runtime.units
+        )
+
+    def weights_move(self) -> None:
+        """Note that weights are about to leave the GPU, maybe within a forward: reads may find parameters absent."""
+        external = None if self.external is None else self.external()
+        if external is not None:
+            external.watch_reads(True)
 
     def _install(self, parameter: Any) -> None:
         def all_gather(param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0) -> None:

@@ -151,6 +151,8 @@ class DeepSpeedClients:
                 view = torch.empty(0, dtype=unit.dtype)
             # The same engine's access, where its states have moved.
             access = getattr(parameter.ds_tensor, "ds_slide_access", None)
+            if access is not None:
+                access[0].weights_move()
             parameter.ds_tensor = _as_partition(view, entry.partition_numel)
             parameter.ds_tensor.__class__ = Partition  # the view itself, so that weak references to it stay valid
             parameter.ds_tensor.ds_slide_access = access

@@ -12,13 +12,14 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ds_slide.report.log import log
 from ds_slide.report.trace import COMPUTE, REQUESTS, Clock, Event, Trace, Wait
 from ds_slide.report.waits import Waits
 
-FORMAT = 2
+FORMAT = 3
 """Version of the contents of `otherData` and `args`."""
 WAIT = "wait"
 """The category of a wait. The category of work is its lane."""
@@ -75,6 +76,10 @@ def document(trace: Trace, clock: Clock, host: Waits, rank: int) -> dict[str, An
                 "machine": socket.gethostname(),
             },
             "slide_stats": trace.statistics,
+            "host": [
+                [asdict(cost) for cost in of_step]
+                for of_step, _ in zip(trace.host.steps, trace.statistics, strict=False)
+            ],
         },
         "traceEvents": [*_names(rows, rank), *events],
     }

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ds_slide.errors import SlideError
 from ds_slide.report.chrome import FORMAT, WAIT
+from ds_slide.report.host import BlockCost
 from ds_slide.report.trace import REQUESTS
 
 
@@ -43,7 +44,7 @@ class Waited:
 class RecordedStep:
     """One step of one rank. `begin_unix_s`: time of day. `bound_s`, `bound_lane`: from `slide_stats()`. `ssd_busy_s`:
     busy seconds of the disk, whose requests overlap. `units`: names in the engine's order. `lanes`: lanes that have
-    worked or waited, in the order of the file."""
+    worked or waited, in the order of the file. `host`: what blocks have cost the host."""
 
     rank: int
     number: int
@@ -56,6 +57,7 @@ class RecordedStep:
     lanes: list[str]
     work: list[Work]
     waits: list[Waited]
+    host: list[BlockCost] = field(default_factory=list)
 
 
 def read(path: Path) -> list[RecordedStep]:
@@ -100,7 +102,7 @@ def _steps(document: dict[str, Any]) -> Iterator[RecordedStep]:
     work = [_work(event["args"], spans) for event in detailed if event["cat"] != WAIT]
     waits = [event["args"] for event in detailed if event["cat"] == WAIT]
     lanes = [row for row in rows[1:] if not any(wait["row"] == row for wait in waits)]
-    for statistics in others["slide_stats"]:
+    for statistics, host in zip(others["slide_stats"], others["host"], strict=True):
         number = statistics["step"]
         begin, seconds = spans[number]
         if not seconds > 0.0:
@@ -125,6 +127,7 @@ def _steps(document: dict[str, Any]) -> Iterator[RecordedStep]:
             lanes=[lane for lane in lanes if lane in busy],
             work=of_step,
             waits=waited,
+            host=[_cost(cost) for cost in host],
         )
 
 
@@ -133,6 +136,11 @@ def _work(details: dict[str, Any], spans: dict[int, tuple[float, float]]) -> Wor
     begin, _ = spans[details["step"]]
     lane, what, unit = (str(details[key]) for key in ("lane", "what", "unit"))
     return Work(lane, what, unit, begin + float(details["begin_s"]), begin + float(details["end_s"]))
+
+
+def _cost(details: dict[str, Any]) -> BlockCost:
+    seconds, own_s = float(details["seconds"]), float(details["own_s"])
+    return BlockCost(str(details["unit"]), str(details["what"]), int(details["calls"]), seconds, own_s)
 
 
 def _wait(details: dict[str, Any]) -> Waited:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ds_slide.report import chrome
+from ds_slide.report.host import HostTrace
 from ds_slide.report.trace import UNLABELLED, Clock, ComputeTrace, Label, LaneTrace, Marker, Requests, Trace
 from ds_slide.report.waits import Waits
 
@@ -172,6 +173,8 @@ class StepRecorder:
         self.requests = Requests()
         self.compute: ComputeTrace | None = None
         """Notes what the compute stream begins and ends; None outside of recorded steps."""
+        self.host: HostTrace | None = None
+        """Measures what blocks cost the host; None outside of recorded steps."""
         self._trace, self._rank = trace, rank
         self._clock: Clock | None = None
         self._last_end: float | None = None
@@ -245,13 +248,14 @@ class StepRecorder:
         self.stall.set_trace(trace.stall)
         self._waits.is_recording = True
         self.requests.set_trace(trace.requests)
-        self.compute = trace.compute
+        self.compute, self.host = trace.compute, trace.host
 
     def _end_traced_step(self, step: int, now: float) -> None:
         trace = self._trace
-        assert trace is not None and self.compute is not None
+        assert trace is not None and self.compute is not None and self.host is not None
         self.requests.cut()
         self.compute.cut()
+        self.host.cut()
         if step < trace.request.first:
             trace.begin(now)
             return
@@ -261,7 +265,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """Write the recorded steps and stop recording. Harmless when called twice."""
-        trace, self._trace, self.compute = self._trace, None, None
+        trace, self._trace, self.compute, self.host = self._trace, None, None, None
         if trace is None:
             return
         for meter in (*self.meters.values(), self.stall):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ds_slide.report.host import HostTrace
 from ds_slide.report.waits import THREAD_PREFIX, NoRanges, Ranges, Waits
 
 Label = tuple[str, int]
@@ -237,6 +238,7 @@ class Trace:
         self.lanes = {lane: LaneTrace(units, ranges) for lane in lanes}
         self.stall = LaneTrace()
         self.compute = ComputeTrace(units, ranges)
+        self.host = HostTrace(units)
         self.requests = LaneTrace()
         self.statistics: list[dict[str, Any]] = []
         """Statistics of the steps that have ended, in the form of `slide_stats()`."""
@@ -250,6 +252,7 @@ class Trace:
         for lane in (*self.lanes.values(), self.stall, self.requests):
             lane.steps.clear()
         self.compute.steps.clear()
+        self.host.steps.clear()
         self._range = self._ranges.begin_range(f"step {self.request.first}")
 
     def end_step(self, seconds: float, statistics: dict[str, Any]) -> None:

@@ -139,8 +139,9 @@ class SlideRuntime:
             expects_backward = torch.is_grad_enabled() and self.root.expects_backward()
             trains = self.parts.context.trains and (with_backward or expects_backward)
             self.bindings.bind_slot(unit, "forward" if trains else "inference")
-        for resident in (unit, *unit.parts):
-            self.resident_weights.bind_if_fetched(resident)
+        if self.resident_weights.are_fetched:
+            for resident in (unit, *unit.parts):
+                self.resident_weights.bind_if_fetched(resident)
         self.parts.spare.activations.times.enter(unit.order)
 
     def leave_forward(self, unit: Unit) -> None:
@@ -148,8 +149,8 @@ class SlideRuntime:
             compute.leave(("forward", unit.order), self.device.mark(timed=True))
         if not unit.uses.in_backward:
             self.bindings.unbind_slot(unit)
-            is_wide = any(part.dtype == torch.float32 for part in (unit, *unit.parts))
-            if is_wide and torch.is_autocast_enabled(self.device.torch.type):
+            autocasts = torch.is_autocast_enabled(self.device.torch.type)
+            if autocasts and any(part.dtype == torch.float32 for part in (unit, *unit.parts)):
                 # Autocast would keep its copies of the block's weights in lower precision on the GPU until the forward
                 # of the whole model has ended.
                 torch.clear_autocast_cache()

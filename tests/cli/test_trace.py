@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ds_slide.report import chrome
+from ds_slide.report.host import BlockCost
 from ds_slide.report.trace import Clock, Trace, TraceRequest
 from ds_slide.report.waits import HostWait, NoRanges, Waits
 from ds_slide.runtime.core.device import Marker
@@ -42,6 +43,7 @@ def write(path: Path, rank: int = 0, steps: tuple[int, ...] = (FIRST, LAST)) -> 
         waits._ended.append(HostWait("ds_slide-h2d", updated, begin, begin + 1.0))
         for lane in (*trace.lanes.values(), trace.stall, trace.requests, trace.compute):
             lane.cut()
+        trace.host.steps.append([BlockCost("block.0", "forward", calls=2, seconds=1e-3, own_s=8e-5)])
         lanes = {"compute": {"busy_s": 1.5}, "update": {"busy_s": 1.0}}
         trace.end_step(begin + SECONDS, {"step": number, "bound_s": 1.5, "bound_lane": "compute", "lanes": lanes})
     chrome.write(trace, Clock(Marker(at=AT), AT), waits, rank=rank)
@@ -65,6 +67,7 @@ def test_what_it_says(path: Path, ds_slide: Callable[..., Any]) -> None:
         "compute                   1.50 s   75%     25%      0%",
         "h2d                       0.0 ms    0%     50%     50%",
         "update                    1.00 s   50%      0%     50%",
+        "host: forward of a block 0.500 ms, of which 0.040 ms are DS-Slide's own (most: block.0, 0.040 ms)",
         "compute waited 0.50 s for the update of block.0 in forward",
     ]
 
@@ -73,6 +76,8 @@ def test_the_same_as_json(path: Path, ds_slide: Callable[..., Any]) -> None:
     (figures,) = ds_slide("trace", path, "--step", FIRST, "--json").answer
     assert (figures["step"], figures["step_s"], figures["bound_s"]) == (FIRST, SECONDS, 1.5)
     assert figures["lanes"][0] == {"lane": "compute", "busy_s": 1.5, "waited_s": 0.5, "idle_s": 0.0}
+    (host,) = figures["host"]
+    assert (host["what"], host["calls"], host["longest"]) == ("forward", 2, "block.0")
     (wait,) = figures["waits"]
     assert wait["units"] == {"block.0": 0.5} and wait["sentence"].endswith("the update of block.0 in forward")
 
@@ -128,8 +133,8 @@ def test_files_that_are_no_traces(path: Path, tmp_path: Path, ds_slide: Callable
         ("[" * 100_000, "is not JSON"),
         ("[]", "is not a trace of DS-Slide"),
         ('{"traceEvents": []}', "is not a trace of DS-Slide"),
-        ('{"otherData": {"ds_slide_trace": 1}}', "has format 1, not 2"),
-        ('{"otherData": {"ds_slide_trace": 2}}', "is damaged: KeyError at 'traceEvents'"),
+        ('{"otherData": {"ds_slide_trace": 1}}', "has format 1, not 3"),
+        ('{"otherData": {"ds_slide_trace": 3}}', "is damaged: KeyError at 'traceEvents'"),
     ):
         other.write_text(text)
         assert f"{other} {sentence}" in refused(ds_slide("trace", other))

@@ -204,7 +204,14 @@ class Lsp:
     def entries(self) -> Sequence[Entry]:
         return self.encoded.entries
 
-    def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+    def encode(
+        self,
+        gradients: Gradients,
+        out: torch.Tensor,
+        *,
+        accumulate: bool,
+        sums: bool = True,  # noqa: ARG002 - the norm of a step needs those of all micro-batches
+    ) -> torch.Tensor:
         out = out[: self.whole_numel]
         encode = self.encode_in_groups if out.is_cuda else self.encode_one_by_one
         return encode(gradients, out, accumulate=accumulate)

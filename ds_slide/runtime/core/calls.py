@@ -152,23 +152,20 @@ def is_opaque(node: Any) -> bool:
     return not isinstance(node, tuple | list | dict)
 
 
-def add_tensors(found: list[torch.Tensor], node: Any, *, plain_only: bool = False) -> None:
-    """Append the tensors in `node` to `found`, in the order of torch's pytree. `plain_only`: take only plain containers
-    apart (`is_opaque`)."""
-    # The usual containers are handled here, with few calls of Python, because each forward of a block needs them:
-    # pytree made a tenth of the Python calls in a forward of 24 blocks.
+def add_tensors(found: list[torch.Tensor], node: Any) -> None:
+    """Append the tensors in `node` to `found`, in the order of torch's pytree."""
+    # The usual containers are handled here, in few calls of Python.
     kind = type(node)
     if kind is tuple or kind is list:
         for each in node:
-            add_tensors(found, each, plain_only=plain_only)
+            add_tensors(found, each)
     elif kind is dict:
         for each in node.values():
-            add_tensors(found, each, plain_only=plain_only)
+            add_tensors(found, each)
     elif isinstance(node, torch.Tensor):
         found.append(node)
     elif node is not None and kind is not bool:
-        leaves = pytree.tree_leaves(node, is_leaf=is_opaque if plain_only else None)
-        found += (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        found += (leaf for leaf in pytree.tree_leaves(node) if isinstance(leaf, torch.Tensor))
 
 
 _REFUSED = (TransformType.Grad, TransformType.Jvp)

@@ -219,7 +219,10 @@ class Unit:
         """Whether a parameter has a gradient from autograd, or a gradient was taken out of the parameters."""
         if self.gradient.taken is not None or self.gradient.packed is not None:
             return self.gradient.packed is not None or any(gradient is not None for gradient in self.gradients())
-        return any(parameter.grad is not None for parameter, _ in self.trainable)
+        for parameter, _ in self.trainable:  # `any` would make a generator, and a block's first parameter decides
+            if parameter.grad is not None:
+                return True
+        return False
 
     def mark_changed(self) -> None:
         """Tell autograd that an update changes the weights: a graph that has saved them then raises, as in plain
@@ -233,7 +236,8 @@ class Unit:
         detached."""
         if self.gradient.taken is not None:
             return self.gradient.taken
-        return [None if parameter.grad is None else _dense(parameter.grad) for parameter, _ in self.trainable]
+        found = [parameter.grad for parameter, _ in self.trainable]
+        return [_dense(each) if each is not None and (each.requires_grad or each.is_sparse) else each for each in found]
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take the gradients out of the parameters."""

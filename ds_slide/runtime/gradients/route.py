@@ -129,7 +129,7 @@ class Gradients:
 
         match unit.state.gradient:
             case KeptOnGpu(gradient=kept):
-                self._keep_on_gpu(unit, kept.tensor)
+                self._keep_on_gpu(unit, kept.tensor, final=final)
             case Held() as held:
                 self._send_to_host(unit, final, source or self._prepare(unit), held)
             case _:
@@ -169,13 +169,16 @@ class Gradients:
         gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
         return self._updater.sum_of_squares(gradient) if unit.is_uploaded else float(square_sum(gradient))
 
-    def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor) -> None:
+    def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor, *, final: bool) -> None:
         # From here on the gradient may be there in part if something fails.
         unit.gradient.arrived = Future.kept(self._failures)
         accumulate = unit.gradient.ready
         if self._ranks.world_size == 1:
-            summed = unit.codec.encode(unit.gradients(), state_buffer, accumulate=accumulate)
-            self.square_sums[unit.order] = square_sum(state_buffer) if summed is None else summed
+            # Only the norm of the step needs the sum. A backward that is the last one unknowingly leaves it to
+            # `square_sums_of`.
+            summed = unit.codec.encode(unit.gradients(), state_buffer, accumulate=accumulate, sums=final)
+            if final:
+                self.square_sums[unit.order] = square_sum(state_buffer) if summed is None else summed
         else:
             reduced = self._reduced(unit)
             with self._ranks.on_stream():
@@ -183,9 +186,10 @@ class Gradients:
                     state_buffer.add_(reduced.own) if accumulate else state_buffer.copy_(reduced.own)
                 finally:
                     reduced.release(self._device.mark())
-                self.square_sums[unit.order] = square_sum(state_buffer)
+                if final:
+                    self.square_sums[unit.order] = square_sum(state_buffer)
             unit.gradient.arrived = Future.kept(self._failures, self._ranks.mark())
-        unit.gradient.square_sum = SquareSum("device")
+        unit.gradient.square_sum = SquareSum("device" if final else None)
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
         """Add the square sum of one more part of a gradient whose source had no sum when its transfer began."""
@@ -194,7 +198,7 @@ class Gradients:
 
     def _send_to_host(self, unit: Unit, final: bool, source: Source, held: Held | None) -> None:
         """`held`: where the gradient waits for the step, None where it goes straight to its update."""
-        adds = unit.gradient.ready or unit.converts_gradient
+        adds = _adds(unit)
         unit.gradient.square_sum = SquareSum(None if adds else "device")
         try:
             with self._ranks.on_stream():
@@ -397,7 +401,8 @@ class Gradients:
         codec, ranks = unit.codec, self._ranks.world_size
         own = _of_dtype(staging.own, codec.dtype)[: codec.numel]
         if ranks == 1:
-            summed = codec.encode(unit.gradients(), own, accumulate=False)
+            sums = unit.state.writes_change or not _adds(unit)
+            summed = codec.encode(unit.gradients(), own, accumulate=False, sums=sums)
             if unit.state.writes_change:
                 summed = self._add_square_sums(unit, summed, own)
             return Packed(staging.free, own, summed)
@@ -413,6 +418,12 @@ class Gradients:
         summed = codec.encode_for_ranks(unit.gradients(), packed)
         if unit.state.writes_change:
             self._add_square_sums(unit, summed, packed)
+
+
+def _adds(unit: Unit) -> bool:
+    """Whether the CPU adds the coming gradient to the held gradient, or converts it, so that its own square sum does
+    not count."""
+    return unit.gradient.ready or unit.converts_gradient
 
 
 def _of_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

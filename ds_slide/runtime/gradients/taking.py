@@ -108,9 +108,9 @@ class Taking:
             hold_gradients(self._parts, why)
 
     def _take(self, unit: Unit, source: StreamedGradient | None = None, *, final: bool) -> None:
-        self._parts.updating.speculating.take_back(
-            (unit,), self._parts.window
-        )  # one more gradient of the same step is added to the earlier ones
+        speculating = self._parts.updating.speculating
+        if speculating.of(unit) is not None:  # one more gradient of the same step is added to the earlier ones
+            speculating.take_back((unit,), self._parts.window)
         if unit.state.writes_change:
             # Perhaps no forward has used the unit: the next update overwrites the change, which would be lost.
             self._resident_weights.bind_if_fetched(unit)
@@ -150,7 +150,8 @@ class Taking:
         """Take the gradients that no boundary has announced. `trains`: the backward has given gradients."""
         for unit in self.units:
             unit.uses.in_backward = False
-            self._bindings.unbind_slot(unit)
+            if unit.order in self._bindings.slots:
+                self._bindings.unbind_slot(unit)
             is_absent = trains and self._agreement is None and not unit.gradient.finalized and self.counts_as_zero(unit)
             if unit.has_gradient or is_absent:
                 self.finalize(unit, at_end=True)

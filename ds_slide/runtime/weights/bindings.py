@@ -44,8 +44,9 @@ class Bindings:
     def unbind(self, unit: Unit) -> None:
         """Point the unit's parameters to empty tensors."""
         self.residents.leave(unit)
+        empty = self._parts.empty.tensors[unit.parameter_dtype]
         for parameter in unit.parameters:
-            parameter.data = self._parts.empty.tensors[unit.parameter_dtype]
+            parameter.data = empty
         self._clients.set_availability(unit.parameters, Binding.ABSENT)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
@@ -54,7 +55,9 @@ class Bindings:
         """Bind a block to a slot, and make the compute stream wait until it is filled. `direction`: see
         `Window.acquire`."""
         assert self._window is not None
-        self._parts.updating.speculating.take_back((unit,), self._window)
+        speculating = self._parts.updating.speculating
+        if speculating.of(unit) is not None:
+            speculating.take_back((unit,), self._window)
         if self._window.is_full_for(unit):
             self._give_up_slot()
         slot = self._window.acquire(unit, direction)  # type: ignore[arg-type]

@@ -24,10 +24,10 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
+from ds_slide.report.statistics import StepRecorder
 from ds_slide.runtime.core.calls import (
     Call,
     RootState,
-    add_tensors,
     call_under_way,
     function_around,
     in_backward,
@@ -38,7 +38,7 @@ from ds_slide.runtime.core.calls import (
 from ds_slide.runtime.core.compiled_code import uncompiled
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.outputs import OutputEvents, hook_outputs
-from ds_slide.runtime.weights.passed import Passed, differentiable, fields_in, tensors_of
+from ds_slide.runtime.weights.passed import Passed, add_differentiable, differentiable, fields_in, tensors_of
 from ds_slide.runtime.weights.resident_weights import ResidentWeights
 from ds_slide.runtime.weights.saved_weights import OpenHooks, SavedWeights, hooks_around
 from ds_slide.runtime.weights.uses import UseToken, WholeGradients, give_to, token_of_recomputation
@@ -85,6 +85,10 @@ class _Boundary(torch.autograd.Function):
         return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
 
+_cross = super(torch.autograd.Function, _Boundary).apply
+"""`_Boundary.apply` without what it does for transforms of torch.func: a third of its time."""
+
+
 def _mapped(function: Callable[[Any], Any], node: Any) -> Any:
     """Return `node` with each leaf replaced by `function` of it."""
     # This does the work of torch's tree_map in half the time for the usual containers: each block's forward calls it
@@ -116,19 +120,19 @@ def _gradients_enter(output: Any, given: Any, known: Sequence[torch.Tensor]) -> 
 
 
 def _on_first_gradient(
-    output: Any, call: Callable[[], None], given: Any = None, known: Sequence[torch.Tensor] = ()
+    output: Any, hook: Callable[[Any], None], given: Any = None, known: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Call `call` once in each backward, when the first gradient reaches a tensor of a module's output."""
+    """Call `hook` once in each backward, when the first gradient reaches a tensor of a module's output."""
     if not torch.is_grad_enabled():
         return
     if isinstance(output, torch.Tensor) and output.requires_grad:  # mostly
-        output.register_hook(lambda _: call())
+        output.register_hook(hook)
         return
     outputs = _gradients_enter(output, given, known)
     if len(outputs) == 1:
-        outputs[0].register_hook(lambda _: call())
+        outputs[0].register_hook(hook)
     elif outputs:
-        register_multi_grad_hook(outputs, lambda _: call(), mode="any")
+        register_multi_grad_hook(outputs, hook, mode="any")
 
 
 class _Forward:
@@ -146,15 +150,22 @@ class _Forward:
     """The arguments, if the block may return nothing and change them."""
 
 
+def _direction() -> str:
+    return "backward" if in_backward() else "forward"
+
+
 class BlockHooks:
     """Hooks of one block."""
 
-    def __init__(self, unit: Unit, events: BlockEvents, saved: SavedWeights, root: RootState) -> None:
+    def __init__(
+        self, unit: Unit, events: BlockEvents, saved: SavedWeights, root: RootState, recorder: StepRecorder
+    ) -> None:
         assert unit.spec.module is not None
         self._unit = unit
         self._events = events
         self._saved = saved
         self._root = root
+        self._recorder = recorder
         self._open: OpenHooks | None = None
         self._forward: _Forward | None = None
         self._whole_gradients = WholeGradients(unit, events)
@@ -180,47 +191,84 @@ class BlockHooks:
             self._open.close()
             self._open = None
 
+    # The hooks that torch calls. While steps are recorded, they measure what the work below costs the host.
+
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self.close_left_open()
+        if (host := self._recorder.host) is None:
+            return self._begin(args, kwargs)
+        with host.own(_direction(), self._unit.order, begins=True):
+            return self._begin(args, kwargs)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if (host := self._recorder.host) is None:
+            self._end(output)
+            return
+        with host.own(what := _direction(), self._unit.order, ends=what == "forward"):
+            self._end(output)
+
+    def _reach_output(self, token: UseToken | None, _gradient: Any) -> None:
+        if (host := self._recorder.host) is None:
+            self._enter_backward(token)
+            return
+        with host.own("backward", self._unit.order, begins=True):
+            self._enter_backward(token)
+
+    def _reach_boundary(self, forward: _Forward, token: UseToken | None) -> None:
+        if (host := self._recorder.host) is None:
+            self._leave_backward(forward, token)
+            return
+        with host.own("backward", self._unit.order, ends=True):
+            self._leave_backward(forward, token)
+
+    # The work of the hooks.
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._open is not None:
+            self.close_left_open()
         unit = self._unit
         self._forward = forward = _Forward()
+        is_new = True
         if in_backward():
             forward.call = call_under_way()
+            is_new = forward.call is Call.FORWARD
         elif self._whole_gradients.awaited:
             self._whole_gradients.give_up()
-        given: list[torch.Tensor] = []
-        add_tensors(given, args, plain_only=True)
-        add_tensors(given, kwargs, plain_only=True)
-        inputs = [tensor for tensor in given if differentiable(tensor)]
+        inputs: list[torch.Tensor] = []
+        add_differentiable(inputs, args)
+        add_differentiable(inputs, kwargs.values())
         with_graph = torch.is_grad_enabled()
-        counted = forward.call is Call.FORWARD and (with_graph or self._root.expects_backward())
+        counted = is_new and (with_graph or self._root.expects_backward())
         context = None
         if counted and not with_graph:
             context = function_around(self._root.call)
             counted = context is not None
         counted = counted and (bool(inputs) or unit.trains or not with_graph)
-        if forward.call is Call.FORWARD:
+        if is_new:
             self._events.enter_forward(unit, with_backward=counted)
         else:
             self._events.enter_backward(unit)
         unit.uses.computing += 1
         token = UseToken(unit) if counted else None
-        if context is not None and token is not None:
-            give_to(context, token)
-        elif with_graph:
-            if forward.call is Call.REENTRANT:
-                token = token_of_recomputation(unit)
-            args, kwargs = self._through_boundary(forward, inputs, token, args, kwargs)
+        if not with_graph:
+            if context is not None and token is not None:
+                give_to(context, token)
+            return args, kwargs
+        is_streamed = unit.is_streamed
+        if not is_streamed and forward.call is Call.SAVED_TENSORS:
+            return args, kwargs  # nothing is bound, and the new graph is dropped
+        if forward.call is Call.REENTRANT:
+            token = token_of_recomputation(unit)
+        args, kwargs = self._through_boundary(forward, inputs, token, args, kwargs)
         # Weights that are always on the GPU are saved as they are. Tensors saved by a re-entrant recomputation need no
         # reference either: the weights stay bound until its backward has ended. Only one block can stay bound like
         # this; if several are recomputed together, the others may have to give up their slots.
-        if unit.is_streamed and with_graph:
+        if is_streamed:
             stays = forward.call is Call.REENTRANT and forward.passed is not None and hooks_around() is None
             if stays and not self._saved.has_raw():
                 forward.raw = True
                 unit.uses.raw += 1
             else:
-                self._open = self._saved.open()
+                self._open = self._saved.open(self._recorder.host, unit.order)
         return args, kwargs
 
     def _through_boundary(
@@ -233,7 +281,8 @@ class BlockHooks:
         if not inputs or is_in_vmap():
             forward.token = token
             return args, kwargs
-        through = _Boundary.apply(functools.partial(self._leave_backward, forward, token), *inputs)
+        cross = _Boundary.apply if torch._C._are_functorch_transforms_active() else _cross
+        through = cross(functools.partial(self._reach_boundary, forward, token), *inputs)
         forward.passed = Passed(inputs, through, fields)
         if fields:
             return args, kwargs
@@ -242,8 +291,9 @@ class BlockHooks:
         rest = iter(through)
         return _mapped(lambda leaf: next(rest) if differentiable(leaf) else leaf, (args, kwargs))
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.close_left_open()
+    def _end(self, output: Any) -> None:
+        if self._open is not None:
+            self.close_left_open()
         unit, forward = self._unit, self._forward
         if forward is None:  # another hook has raised before `_before`
             return
@@ -259,7 +309,7 @@ class BlockHooks:
             self._events.leave_forward(unit)
         elif forward.call is Call.SAVED_TENSORS or passed is not None:
             return  # the block's backward has begun, and its boundary will end it
-        _on_first_gradient(output, functools.partial(self._enter_backward, forward.token), given, known)
+        _on_first_gradient(output, functools.partial(self._reach_output, forward.token), given, known)
 
     def _enter_backward(self, token: UseToken | None) -> None:
         """Begin the backward. `token`: the token of a use that ends with the block's last gradient."""

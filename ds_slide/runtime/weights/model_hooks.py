@@ -105,9 +105,10 @@ class ModelHooks:
         of its parameters (whole weights, gathered for generation)."""
         self.detach()
         runtime = self._runtime
+        recorder = runtime.parts.context.recorder
         outer_units = [unit for unit in runtime.units if unit.spec.kind == "outer"]
         self.attached = [
-            *(BlockHooks(unit, runtime, self._saved, runtime.root) for unit in runtime.blocks),
+            *(BlockHooks(unit, runtime, self._saved, runtime.root, recorder) for unit in runtime.blocks),
             *OuterHooks.on(self._module, outer_units, runtime.resident_weights),
             *WideHooks.on(self._module, runtime.units, runtime.device.torch.type),
             RootHooks(self._module, runtime.root, runtime),

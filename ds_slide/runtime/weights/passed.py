@@ -14,11 +14,14 @@ train.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+
+from ds_slide.runtime.core.calls import is_opaque
 
 DEPTH = 8
 """The depth to which nested objects are searched; a batch of torch_geometric has its tensors at 5."""
@@ -43,6 +46,26 @@ class Field(NamedTuple):
 def differentiable(leaf: Any) -> bool:
     """Whether `leaf` is a tensor that can have a gradient."""
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def add_differentiable(found: list[torch.Tensor], nodes: Iterable[Any]) -> None:
+    """Append the differentiable tensors among `nodes`, and those in plain containers there, to `found`. The order is
+    that of torch's pytree. Other objects are not taken apart."""
+    # Each forward of a block needs it. So the common arguments (tensors, None, flags, objects) cost no call.
+    for node in nodes:
+        kind = type(node)
+        if kind is torch.Tensor:
+            if node.requires_grad and differentiable(node):
+                found.append(node)
+        elif kind is tuple or kind is list:
+            add_differentiable(found, node)
+        elif kind is dict:
+            add_differentiable(found, node.values())
+        elif isinstance(node, torch.Tensor):
+            if differentiable(node):
+                found.append(node)
+        elif isinstance(node, tuple | list | dict):
+            found += filter(differentiable, pytree.tree_leaves(node, is_leaf=is_opaque))
 
 
 def fields_in(*trees: Any) -> list[Field]:

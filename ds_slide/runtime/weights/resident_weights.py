@@ -56,6 +56,11 @@ class ResidentWeights:
         self._bindings.bind(unit, unit.slot_views(unit.resident))
         self._bindings.residents.bound(unit, computing=self._root.active or in_backward())
 
+    @property
+    def are_fetched(self) -> bool:
+        """Whether an upload of new weights has not been bound yet."""
+        return bool(self._fetched)
+
     def bind_if_fetched(self, unit: Unit) -> None:
         """Bind a unit with an upload under way, before a module that owns its parameters runs."""
         if unit.order in self._fetched:

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ds_slide.report.host import HostTrace
+from ds_slide.runtime.core.calls import in_backward
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.window import Slot
 
@@ -38,6 +40,8 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 # These classes are NamedTuples: an object is made for every saved tensor, and a frozen dataclass takes twice as long.
+# `_made` makes them without a call of Python, which a NamedTuple's own constructor is.
+_made = tuple.__new__
 
 
 class SlotReference(NamedTuple):
@@ -128,12 +132,13 @@ class SavedWeights:
         self._unchecked = _Unchecked(self)
         self._of_backward = _OfBackward(self)
 
-    def open(self) -> OpenHooks:
-        """Open hooks that are in force until they are closed."""
+    def open(self, host: HostTrace | None, order: int) -> OpenHooks:
+        """Open hooks for block `order` that are in force until they are closed. `host`: measures what they cost."""
         # A checkpoint computes with the weights at the time of its recomputation, and torch does not compare versions.
         around = hooks_around()
         recomputes = around is not None and around[0].__module__ == "torch.utils.checkpoint"
-        return OpenHooks(self._unchecked if recomputes else self)
+        references = self._unchecked if recomputes else self
+        return OpenHooks(references) if host is None else _MeasuredHooks(references, host, order)
 
     def has_raw(self) -> bool:
         """Whether a graph has saved weights of a bound block as they are."""
@@ -146,21 +151,23 @@ class SavedWeights:
         if slot is None or slot.unit is None:
             return None
         version = tensor._version  # a view has its parameter's
-        if isinstance(tensor, nn.Parameter):
-            return ParameterReference(slot.unit, tensor, version)
-        place = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
         base = tensor._base
-        if type(base) is not nn.Parameter:
+        if type(base) is not nn.Parameter:  # mostly a linear layer has saved its transposed weight
+            if isinstance(tensor, nn.Parameter):
+                return _made(ParameterReference, (slot.unit, tensor, version))
             base = _parameter_at(slot.unit, tensor)
             version = 0 if base is None else base._version
-        return SlotReference(slot.unit, tensor.dtype, *place, base, version)
+        place = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+        return _made(SlotReference, (slot.unit, tensor.dtype, *place, base, version))
 
     def restore(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
-        _require_unchanged(saved)
+        if saved.parameter is not None and saved.version != saved.parameter._version:
+            _require_unchanged(saved)
         # Mostly the block is bound already, for another saved tensor: a block has nine or more.
-        slot = self._bound.get(saved.unit.order) if saved.unit.uses.in_backward else None
+        unit = saved.unit
+        slot = self._bound.get(unit.order) if unit.uses.in_backward else None
         if slot is None:
-            slot = self._engine.enter_backward(saved.unit)
+            slot = self._engine.enter_backward(unit)
         return self.at(saved, slot)
 
     def restore_again(self, saved: SlotReference | ParameterReference) -> torch.Tensor:
@@ -175,7 +182,7 @@ class SavedWeights:
         if isinstance(saved, ParameterReference):
             return saved.parameter
         assert slot is not None
-        return slot.buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        return slot.elements(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
 class _Unchecked:
@@ -282,13 +289,33 @@ class OpenHooks:
         if reference is not None:
             return reference
         if self._around is not None:
-            return _Packed(self._around[0](tensor))
-        return SavedTensor.of(tensor)
+            return _made(_Packed, (self._around[0](tensor),))
+        return _made(SavedTensor, (tensor if tensor.is_leaf else tensor.detach(), tensor._version))  # `SavedTensor.of`
 
     def _unpack(self, saved: SavedTensor | SlotReference | ParameterReference | _Packed) -> torch.Tensor:
-        if isinstance(saved, SavedTensor):
-            return saved.unchanged()
-        if isinstance(saved, _Packed):
+        if type(saved) is SavedTensor:
+            return saved.tensor if saved.tensor._version == saved.version else saved.unchanged()
+        if type(saved) is _Packed:
             assert self._around is not None
             return self._around[1](saved.value)
         return self._restore(saved)
+
+
+class _MeasuredHooks(OpenHooks):
+    """Hooks whose own time counts as the block's. The time of hooks around them does not: these may recompute it."""
+
+    def __init__(self, references: References, host: HostTrace, order: int) -> None:
+        self._host, self._order = host, order
+        super().__init__(references)
+
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor | SlotReference | ParameterReference | _Packed:
+        if self._around is not None:
+            return super()._pack(tensor)
+        with self._host.own("backward" if in_backward() else "forward", self._order):
+            return super()._pack(tensor)
+
+    def _unpack(self, saved: SavedTensor | SlotReference | ParameterReference | _Packed) -> torch.Tensor:
+        if isinstance(saved, _Packed):
+            return super()._unpack(saved)
+        with self._host.own("backward", self._order):
+            return super()._unpack(saved)

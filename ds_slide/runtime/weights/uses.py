@@ -47,9 +47,9 @@ class UseToken:
         events.leave_backward(self.unit)
 
     def __del__(self) -> None:
-        # torch.compile makes an object without its constructor.
-        if hasattr(self, "_fired") and self.is_open:
-            self.unit.uses.begun = max(0, self.unit.uses.begun - 1)
+        # torch.compile makes an object without its constructor. Mostly a backward has fired the token.
+        if hasattr(self, "_fired") and self._fired != (uses := self.unit.uses).left_out and self.is_open:
+            uses.begun = max(0, uses.begun - 1)
 
 
 def give_to(context: Any, token: UseToken) -> None:

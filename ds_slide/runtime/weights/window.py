@@ -39,6 +39,14 @@ class Slot:
         self.ready: Future | None = None
         self.free: Marker = PASSED
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._elements: dict[torch.dtype, torch.Tensor] = {}
+
+    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer as elements of `dtype`."""
+        if dtype not in self._elements:
+            with torch.inference_mode(False):
+                self._elements[dtype] = self.buffer.view(dtype)
+        return self._elements[dtype]
 
     def holds(self, unit: Unit) -> bool:
         return self.unit is unit and self.version == unit.version
@@ -177,12 +185,18 @@ class Window:
             # would delay the h2d lane until its update has run, and with it the blocks that backward needs next.
             ended = current is None or (direction == "backward" and not current.awaits_backward)
             wanted: dict[int, Unit] = {} if current is None or ended else {current.order: current}
+            most = min(len(self.slots), len(self._order))
             for unit in self._upcoming(current, direction):
-                if len(wanted) >= min(len(self.slots), len(self._order)):
+                if len(wanted) >= most:
                     break
                 wanted[unit.order] = unit
-            for unit in wanted.values():
-                if self._slot_of(unit) is None and self._request(unit, keep=wanted) is None:
+            slots_of = self._slots_of
+            for order, unit in wanted.items():
+                slot = slots_of.get(order)
+                # `_slot_of` without a call: mostly all of them are there.
+                if slot is not None and slot.unit is unit and slot.version == unit.version:
+                    continue
+                if self._request(unit, keep=wanted) is None:
                     break
             if self._ahead is not None:
                 self._tell(self._ahead, ended, current, direction)

@@ -14,6 +14,8 @@ from harness import LAYERS, batches, differences, ds_config, engine_for, llama, 
 
 from ds_slide.errors import SlideConfigError
 from ds_slide.report import chrome, trace
+from ds_slide.report.host import DIRECTIONS
+from ds_slide.report.recorded import read
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -91,6 +93,17 @@ def test_events_of_a_lane_follow_each_other_and_name_their_blocks(tmp_path: Path
         assert named[work] == blocks
     assert named["d2h", "gradient"] >= blocks and named["update", "update"] >= blocks
     assert named["h2d of outer modules", "weights"] and "" in named["compute", trace.BETWEEN]
+
+
+@pytest.mark.parametrize("slide", [{"window": 2}, {"gpu_states": "1GiB"}], ids=["streamed", "resident"])
+def test_what_each_block_has_cost_the_host(tmp_path: Path, slide: dict[str, Any]) -> None:
+    path = tmp_path / "steps.json"
+    run({**slide, "trace": {"path": str(path), "steps": [FIRST, LAST]}}, accumulation=2)
+    for step in read(path):
+        for what in DIRECTIONS:
+            calls = {cost.unit: cost.calls for cost in step.host if cost.what == what}
+            assert calls == {f"model.layers.{number}": 2 for number in range(LAYERS)}
+        assert all(0.0 < cost.own_s < cost.seconds for cost in step.host)
 
 
 def test_requests_of_the_disk(tmp_path: Path, disk: Path) -> None:

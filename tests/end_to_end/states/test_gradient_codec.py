@@ -24,8 +24,10 @@ class Doubled(Identity):
     applied = 0
     """Elements."""
 
-    def encode(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor | None:
-        return super().encode(_doubled(gradients), out, accumulate=accumulate)
+    def encode(
+        self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
+    ) -> torch.Tensor | None:
+        return super().encode(_doubled(gradients), out, accumulate=accumulate, sums=sums)
 
     def encode_in_place(self, gradients: Gradients) -> list[Place]:
         return super().encode_in_place(_doubled(gradients))

@@ -7,6 +7,7 @@ import gc
 import itertools
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -496,3 +497,19 @@ def test_what_cannot_move_is_refused(slide: dict[str, Any], name: str, why: str)
             move(runtime, runtime.parts.plan.placement.on_gpu ^ {unit.order})
         assert runtime.parts.memory_report["promoted_units"] == 0
         train(engine, batches(1))
+
+
+def test_a_parameter_of_another_block_is_found_when_it_has_left_the_gpu() -> None:
+    """Reads are not watched while all weights stay on the GPU. Here they leave it without a step in between."""
+    model, seen = llama(), []
+    other = model.model.layers[0].self_attn.q_proj
+    model.lm_head.register_forward_pre_hook(lambda *_: seen.append(other.weight.detach().clone()))
+    with engine_for(model, ds_config({"window": 2})) as engine, torch.no_grad():
+        runtime = engine.optimizer.runtime
+        assert promote(runtime, *movable(runtime)) is not None
+        engine(**batches(1)[0])
+        assert type(other._parameters).__getitem__ is OrderedDict.__getitem__
+        assert promote(runtime) is not None
+        engine(**batches(1)[0])
+        assert type(other._parameters).__getitem__ is not OrderedDict.__getitem__
+    assert seen[0].numel() and torch.equal(*seen)

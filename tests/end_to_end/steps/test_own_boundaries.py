@@ -79,6 +79,11 @@ def test_a_coalesced_reduction_follows_stock() -> None:
     assert differences(ours, unmanaged({}, WINDOWS, 1.0)) == []
 
 
+def test_a_coalesced_reduction_with_states_on_the_gpu() -> None:
+    """No backward is known to be the last one, so the norm has no sum from a backward."""
+    assert differences(coalesced({"gpu_states": "1GiB"}), coalesced({})) == []
+
+
 def test_a_coalesced_reduction_needs_held_gradients() -> None:
     with engine_for(llama(), ds_config({}, clip=0.0)) as engine:
         refusal = pytest.raises(SlideError, match=r'^engine.coalesce_grad_reduction\(\) .* {"defer_updates": true}')

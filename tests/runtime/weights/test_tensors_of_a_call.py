@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_slide.runtime.core.calls import add_tensors
+from ds_slide.runtime.weights.passed import add_differentiable
 
 Pair = namedtuple("Pair", "one other")
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=1), st.builds(lambda: torch.zeros(1)))
@@ -37,8 +39,7 @@ def test_it_finds_what_pytree_finds(tree: Any) -> None:
 
 def test_only_plain_containers_are_taken_apart() -> None:
     found: list[torch.Tensor] = []
-    inside = deque([torch.zeros(1)])
-    add_tensors(found, (torch.ones(1), inside), plain_only=True)
-    assert len(found) == 1
-    add_tensors(found, inside)
-    assert len(found) == 2
+    weight, inside = nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)
+    nodes = (inside, None, True, torch.zeros(1), [Pair(weight, 3)], {"x": (inside,)}, deque([inside]))
+    add_differentiable(found, nodes)
+    assert list(map(id, found)) == list(map(id, (inside, weight, inside)))
