@@ -424,7 +424,7 @@ class SlideConfig(_Block):
     """
 
     flat_pieces: StrictBool = Field(default=False, description="true or false")
-    """Whether an optimizer of the script may step on flat pieces of parameters, with several ranks.
+    """Whether a script's optimizer may step on flat pieces of parameters.
 
     Each rank has a flat piece of every parameter. An optimizer that treats each element by itself has the same result
     there. One that treats matrices by their shape, such as Adafactor, is another optimizer there, under stock ZeRO-3

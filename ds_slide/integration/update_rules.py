@@ -87,18 +87,9 @@ def has_name(json_name: str) -> bool:
     return known_as(json_name) is not None or (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
 
 
-def names() -> str:
-    """Return all optimizers, as the end of a sentence that begins with "updates with"."""
-    return _listed([known.name for known in OPTIMIZERS], "and")
-
-
 def json_names() -> str:
     """Return all values of `optimizer.type`, to choose from."""
-    return _listed([f'"{name}"' for known in OPTIMIZERS for name in known.json_names], "or")
-
-
-def _listed(items: list[str], word: str) -> str:
-    return f"{', '.join(items[:-1])} {word} {items[-1]}"
+    return ", ".join(f'"{name}"' for known in OPTIMIZERS for name in known.json_names)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
