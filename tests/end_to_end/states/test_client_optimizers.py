@@ -39,8 +39,13 @@ MAKERS = OURS | THEIRS
 WINDOW = {"window": 2, "gpu_states": 0}
 
 
+QUICK = ("Adafactor of transformers", "a subclass of AdamW")
+"""The optimizers that each run of the tests has; the others are of the long run."""
+
+
 def cases(names: Sequence[str]) -> Any:
-    return pytest.mark.parametrize("name", names)
+    slow = {name: () if name in QUICK else pytest.mark.slow for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in slow.items()])
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -193,7 +198,7 @@ def continued(engine: Any) -> Result:
 
 
 @cases(["Adafactor of transformers", "a subclass of AdamW", "NAdam", "bitsandbytes AdamW8bit"])
-@pytest.mark.parametrize("background", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "async"])
 def test_a_resumed_run_continues_to_the_bit(name: str, background: bool, tmp_path: Path) -> None:
     need(name)
     own, slide = model(), WINDOW | {"async_save": background}
