@@ -9,7 +9,7 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
-from ds_slide.optim.reference import encode_split
+from ds_slide.optim.reference import encode_split, join_split
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.step.phases import HOLD_HINT
@@ -69,12 +69,10 @@ def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Join bf16 weights and int16 remainders like `decode_split`, in 32-bit arithmetic. This is 6 times faster and
-    wraps where it has to."""
-    bits = torch.empty_like(weight, dtype=torch.int32)
-    for part in pieces(weight.numel()):
-        bits[part].copy_(weight[part].view(torch.int16)).bitwise_left_shift_(16).add_(remainder[part])
-    return bits.view(torch.float32)
+    """Join bf16 weights and int16 remainders."""
+    masters = torch.empty_like(weight, dtype=torch.float32)
+    join_split(weight, remainder, masters)
+    return masters
 
 
 def write_values(unit: Unit, key: str, span: slice, values: torch.Tensor) -> None:

@@ -423,6 +423,14 @@ class SlideConfig(_Block):
     same; results differ by rounding. "auto": all of them on a GPU with Triton, none elsewhere. A list needs a GPU.
     """
 
+    flat_pieces: StrictBool = Field(default=False, description="true or false")
+    """Whether a script's optimizer may step on flat pieces of parameters.
+
+    Each rank has a flat piece of every parameter. An optimizer that treats each element by itself has the same result
+    there. One that treats matrices by their shape, such as Adafactor, is another optimizer there, under stock ZeRO-3
+    too, and is refused unless this is true ([optimizers](optimizers.md#several-ranks)).
+    """
+
     async_save: StrictBool = Field(default=False, description="true or false")
     """Whether `save_checkpoint` returns before the files are written.
 

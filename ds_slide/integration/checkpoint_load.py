@@ -24,7 +24,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from ds_slide.checkpoint import compressed, restricted
+from ds_slide.checkpoint import client_states, compressed, restricted
 from ds_slide.checkpoint.archive import PIECE, is_ours
 from ds_slide.checkpoint.manifest import NAME, Manifest, newest_whole_tag
 from ds_slide.checkpoint.publish import checked_tag, recover
@@ -36,6 +36,7 @@ from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.checkpoint_files import Reading, SlideCheckpointEngine, require_same_parameters, together
 from ds_slide.integration.checkpoint_save import finish_save, is_publisher, save_checkpoint
 from ds_slide.integration.engine_methods import override
+from ds_slide.optim.client import ClientRule
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,11 @@ def load_checkpoint(
                 "a universal checkpoint has no moments in the subspaces of ds_slide.compression; pass "
                 "load_optimizer_states=False to load_checkpoint for its weights, or remove ds_slide.compression"
             )
+        if isinstance(engine.optimizer.rule, ClientRule) and everything:
+            raise SlideError(
+                f"a universal checkpoint has no states of {engine.optimizer.rule.name}; pass load_optimizer_states="
+                "False to load_checkpoint for its weights, or load the checkpoint that it was made from"
+            )
         tag = _universal_tag(engine, directory, tag, everything=everything)
         with _reading(engine):
             universal: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
@@ -103,6 +109,7 @@ def load_checkpoint(
     whole_model = wanted.whole_model(_ranks_of(directory / tag))
     with _reading(engine) as reading:
         subspaces = _subspaces(units, directory / tag, reading, engine.global_rank) if everything else None
+        own = _of_client(engine, directory / tag, reading) if everything else None
         with _whole_model_loaded(engine, str(load_dir), tag) if whole_model else nullcontext():
             loaded: Loaded = engine._load_checkpoint(str(load_dir), tag, **options)
         if everything:
@@ -110,6 +117,8 @@ def load_checkpoint(
             engine._load_zero_checkpoint(str(load_dir), tag, load_optimizer_states=True)
             if subspaces is not None:
                 compressed.load(engine.optimizer.runtime, *subspaces, reading.files)
+            if own is not None:
+                client_states.load(engine.optimizer.runtime.units, own)
             engine.optimizer.runtime.access.states_loaded()
         elif whole_model:
             engine.optimizer._restore_from_bit16_weights()
@@ -253,7 +262,8 @@ def _verify(engine: Any, directory: Path, tag: str, wanted: Wanted, saved: froze
         )
     files = [engine._get_zero_ckpt_name(str(directory), tag), engine._get_ckpt_name(str(directory), tag)]
     files += engine._get_all_ckpt_names(str(directory), tag)  # DeepSpeed merges them where there are several
-    files += [str(path / name) for name in {compressed.NAME, compressed.name_of(engine.global_rank)}]
+    own = {compressed.NAME, compressed.name_of(engine.global_rank), client_states.name_of(engine.global_rank)}
+    files += [str(path / name) for name in own]
     if whole_model:
         files += [str(file) for pattern in (_MODEL, _OPTIMIZER) for file in path.glob(pattern)]
     names = {os.path.basename(file) for file in files}
@@ -325,6 +335,40 @@ def _subspaces(
 
     together(require_own)  # a file that is missing on one rank must not leave another rank waiting
     return saved, reading.files.load(str(own), "cpu") if rank else saved
+
+
+def _of_client(engine: Any, tag: Path, reading: Reading) -> dict[str, Any] | None:
+    """Return this rank's states of a client's optimizer in a tag, checked on all ranks; None without such an optimizer.
+    Collective. Raises SlideError."""
+    rule, path = engine.optimizer.rule, tag / client_states.name_of(engine.global_rank)
+
+    def read() -> dict[str, Any] | None:
+        is_there = os.path.lexists(path)
+        if not isinstance(rule, ClientRule):
+            if is_there:
+                raise SlideError(
+                    f"{tag} was saved with an optimizer of the script's own, whose states are in {path.name}, but this "
+                    f"run has {rule.name}; load it with the optimizer that it was saved with, or pass "
+                    "load_optimizer_states=False to load_checkpoint"
+                )
+            return None
+        if not is_there:
+            raise SlideError(
+                f"{tag} has no {path.name} with the states of {rule.name}; load it with the optimizer that it was "
+                "saved with, or pass load_optimizer_states=False to load_checkpoint"
+            )
+        saved: dict[str, Any] = reading.files.load(str(path), "cpu")
+        client_states.check(engine.optimizer.runtime.units, rule, saved, str(path))
+        return saved
+
+    own: dict[str, Any] | None = None
+
+    def keep() -> None:
+        nonlocal own
+        own = read()
+
+    together(keep)
+    return own
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from deepspeed.checkpoint.constants import DS_VERSION, OPTIMIZER_STATE_DICT
 from deepspeed.git_version_info import version
 from torch import nn
 
-from ds_slide.checkpoint import compressed, restricted
+from ds_slide.checkpoint import client_states, compressed, restricted
 from ds_slide.checkpoint.archive import Archive, Planned, Wrote
 from ds_slide.checkpoint.background import BackgroundSave, Snapshot
 from ds_slide.checkpoint.publish import Agreement, Staging, checked_tag, new_name, reached
@@ -191,6 +191,9 @@ def _planned_files(engine: Any, request: _Request, snapshot: Snapshot | None) ->
         subspaces = compressed.planned(engine.optimizer.runtime)
         if subspaces is not None:
             engine.checkpoint_engine.save(subspaces, str(directory / tag / compressed.name_of(engine.global_rank)))
+        own = client_states.planned(engine.optimizer.runtime.units, engine.optimizer.rule)
+        if own is not None:
+            engine.checkpoint_engine.save(own, str(directory / tag / client_states.name_of(engine.global_rank)))
     if is_publisher(engine):
         _say_what_will_be_refused(engine, request.staging.save_dir / tag, [archive for _, archive in collected])
     return collected

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_slide.config import SlideConfig, shown
@@ -24,6 +25,7 @@ from ds_slide.integration.refused import (
     compressed_rule_problems,
     setting_problems,
 )
+from ds_slide.optim.client import ClientRule, trial
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.ssd_settings import ssd_problems
 from ds_slide.runtime.updates.threads import first_unusable_core
@@ -55,6 +57,7 @@ def check_deepspeed_config(
         *ssd_problems(slide, config._param_dict),
         *(state_dtype_problems(slide) if trains else ()),
         *rule_problems(slide, rule),
+        *client_problems(values, slide, rule),
         *(compressed_json_problems(values, slide, rule) if trains else ()),
         *(holding_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
@@ -83,9 +86,12 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
         *model_problems(module),
         *optimizer_problems(init_optimizer),
         *rule_problems(slide, rule),
+        *client_problems(values, slide, rule),
         *compressed_rule_problems(slide, rule),
         *compressed_engine_problems(kwargs, init_optimizer, slide),
     )
+    ranks = dist.get_world_size(kwargs.get("dp_process_group")) if dist.is_initialized() else 1
+    raise_all(*trial_problems(rule, ranks, slide))  # after the others: it runs the client's code
 
 
 def check_without_optimizer(module: nn.Module) -> None:
@@ -250,25 +256,50 @@ def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> I
         yield from optimizer_problems(client_optimizer)
     elif client_optimizer is not None:
         return  # a callable: its optimizer is checked when it is made
-    elif json_name is not None and update_rules.known_as(json_name) is None:
+    elif json_name is not None and not update_rules.has_name(json_name):
         yield (
-            f'optimizer.type is "{json_name}", but DS-Slide updates with {update_rules.names()} only; use '
-            f"{update_rules.json_names()}"
+            f'optimizer.type is "{json_name}", but DS-Slide has no such optimizer; use {update_rules.json_names()}, '
+            "the name of a class of torch.optim, or give deepspeed.initialize an optimizer object"
         )
 
 
 def optimizer_problems(optimizer: Any) -> Iterator[str]:
     """Yield problems of the optimizer object whose parameter groups DS-Slide takes over."""
-    kind, known = type(optimizer), update_rules.known(optimizer)
-    if known is None:
-        yield (
-            f"the optimizer is {kind.__module__}.{kind.__name__}, but DS-Slide updates with {update_rules.names()} "
-            f"only; use {update_rules.classes()}"
-        )
-        return
     if not getattr(optimizer, "fp32_optimizer_states", True):
         yield f"optimizer.params.fp32_optimizer_states is false, but {FP32_STATES}; remove it"
-    yield from known.rule(optimizer).problems(optimizer)
+    yield from update_rules.rule_of(optimizer).problems(optimizer)
+
+
+def client_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
+    """Yield problems of settings beside a client's optimizer, which steps over whole units in host memory."""
+    if not isinstance(rule, ClientRule):
+        return
+    if slide.gpu_states not in ("auto", 0):
+        yield (
+            f"ds_slide.gpu_states is {shown(slide.gpu_states)}, but {rule.name} steps in host memory, where its states "
+            'are; set it to "auto" or 0, or use AdamW'
+        )
+    device = getattr(values.get("offload_optimizer_config"), "device", None)
+    if getattr(device, "value", device) == "nvme":
+        yield (
+            f'zero_optimization.offload_optimizer.device is "nvme", but {rule.name} makes its states itself, in host '
+            'memory; set it to "cpu", or use AdamW'
+        )
+
+
+def trial_problems(rule: UpdateRule | None, ranks: int, slide: SlideConfig) -> Iterator[str]:
+    """Yield what a few steps of a client's optimizer on small tensors have shown to be impossible."""
+    if not isinstance(rule, ClientRule):
+        return
+    found = trial(rule)
+    if found.problem:
+        yield f"the optimizer {rule.name} {found.problem}"
+    elif found.by_shape and ranks > 1 and not slide.flat_pieces:
+        yield (
+            f"the optimizer {rule.name} treats matrices by their shape, but each of {ranks} ranks has a flat piece of "
+            'each parameter, on which it would be another optimizer; set "ds_slide": {"flat_pieces": true} to have '
+            "that, as under stock ZeRO-3, or use one rank"
+        )
 
 
 def model_problems(model: nn.Module) -> Iterator[str]:

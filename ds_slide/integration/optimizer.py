@@ -91,6 +91,8 @@ class SlideZeroOptimizer(OptimizerStates, ParameterGroups, DeepSpeedZeroOptimize
         group_of = self._group_of()
         precisions = precisions_under_autocast(module, ds_config, group_of)
         self.runtime, self.kernels = assemble(module, group_of, settings, self.dp_process_group, precisions)
+        if self.rule.whole_units:
+            init_optimizer.state.clear()  # its copies have what its constructor has made
         try:
             self._take_over(module)
         except BaseException:

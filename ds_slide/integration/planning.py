@@ -144,6 +144,11 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
             "torch_autocast.enabled is true, which cannot be planned before the run; plan with bf16.enabled"
         )
     rule = update_rules.asked_for(parsed.optimizer_name, None)
+    if rule is None and parsed.optimizer_name is not None:
+        raise SlideConfigError(
+            f'optimizer.type is "{parsed.optimizer_name}", whose states are measured when the engine starts, so that '
+            "they cannot be planned before; plan with AdamW for the rest"
+        )
     if rule is None:
         rule = ADAMW
         notes.append("the JSON names no optimizer; AdamW is assumed, as scripts bring it")

@@ -8,8 +8,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ds_slide.integration.selfcheck import replaced
 from ds_slide.optim.adamw import ADAMW
+from ds_slide.optim.client import client_rule
 from ds_slide.optim.rule import UpdateRule
 
 
@@ -65,39 +68,28 @@ def known(optimizer: Any) -> Optimizers | None:
 
 
 def rule_of(optimizer: Any) -> UpdateRule:
-    """Return the rule of an optimizer that the contract has accepted."""
+    """Return the rule of an optimizer object. An optimizer without kernels of ours steps by itself."""
     found = known(optimizer)
-    assert found is not None
-    return found.rule(optimizer)
+    return client_rule(optimizer) if found is None else found.rule(optimizer)
 
 
 def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None:
     """Return the rule of the optimizer that a JSON or a script asks for; None where there is none, or not yet."""
-    if client_optimizer is None:
-        found = None if json_name is None else known_as(json_name)
-        return None if found is None else found.rule(None)
-    found = known(client_optimizer)
-    return None if found is None else found.rule(client_optimizer)
+    if isinstance(client_optimizer, torch.optim.Optimizer):
+        return rule_of(client_optimizer)
+    found = None if json_name is None or client_optimizer is not None else known_as(json_name)
+    return None if found is None else found.rule(None)
 
 
-def names() -> str:
-    """Return all optimizers, as the end of a sentence that begins with "updates with"."""
-    return _listed([known.name for known in OPTIMIZERS], "and")
-
-
-def classes() -> str:
-    """Return all classes, to choose from."""
-    kinds = [kind for known in OPTIMIZERS for kind in known.classes]
-    return _listed([f"torch.optim.{name}" if package == "torch" else name for package, name in kinds], "or")
+def has_name(json_name: str) -> bool:
+    """Whether `optimizer.type` has a rule here, or names a class of torch.optim, which DeepSpeed makes."""
+    kind = getattr(torch.optim, json_name, None)
+    return known_as(json_name) is not None or (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
 
 
 def json_names() -> str:
     """Return all values of `optimizer.type`, to choose from."""
-    return _listed([f'"{name}"' for known in OPTIMIZERS for name in known.json_names], "or")
-
-
-def _listed(items: list[str], word: str) -> str:
-    return f"{', '.join(items[:-1])} {word} {items[-1]}"
+    return ", ".join(f'"{name}"' for known in OPTIMIZERS for name in known.json_names)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

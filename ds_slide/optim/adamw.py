@@ -162,7 +162,8 @@ def _problems(optimizer: Any) -> Iterator[str]:
             yield (
                 f"parameter group {index} of {kind.__name__} has eps {group.get('eps')!r} and betas "
                 f"{group.get('betas')!r}, which are not Adam's (accelerate makes a DeepSpeedCPUAdam of any optimizer, "
-                'such as Adafactor); use AdamW, which is optim="adamw_torch" in the Trainer'
+                "such as Adafactor); set zero_force_ds_cpu_optimizer to false in the JSON to keep that optimizer, or "
+                'use AdamW, which is optim="adamw_torch" in the Trainer'
             )
             return
         if kind is torch.optim.Adam and group.get("decoupled_weight_decay"):

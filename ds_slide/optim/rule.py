@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from ds_slide.errors import SlideConfigError
 
@@ -108,6 +109,15 @@ GpuStep = Callable[[Elements, Any, float], None]
 int16 remainder, and the states are fp32."""
 
 
+class Member(NamedTuple):
+    """A parameter of a unit. ``shape``: what a rule that updates whole units sees of it."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class UpdateRule:
     """An update rule. ``state_dtypes``: the values of ``ds_slide.state_dtype`` that it has kernels for. ``problems``:
@@ -121,6 +131,12 @@ class UpdateRule:
     reference_step: ReferenceStep
     gpu_step: GpuStep
     problems: Callable[[Any], Iterator[str]]
+    whole_units: bool = False
+    """Whether a step takes all parameters of a unit at once, on the CPU (`ds_slide.optim.client`)."""
+
+    def beside(self, members: Sequence[Member]) -> int:  # noqa: ARG002
+        """Return the bytes that the rule keeps for parameters outside of its state buffers."""
+        return 0
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ Why = Literal[
     "whole pages",
 ]
 
+CLIENT_STATES = "client states"
+"""The name, of a unit's state buffers, of what a client's optimizer keeps: tensors that it makes itself."""
 STAGINGS = 2
 """GPU buffers for gradients: one is packed while the other is copied down."""
 ROW_BUFFERS = 2
@@ -64,6 +66,8 @@ GRADIENT_BUFFER = "host buffers for gradients on SSD"
 CHECKSUMS = "checksums of the pages on SSD"
 CHANGES = "changes of weights on their way"
 COMPRESSING = "workspace of gradients being compressed"
+FP32_MASTERS = "fp32 masters of a unit that a client's optimizer updates"
+FP32_GRADIENTS = "fp32 gradients of a unit that a client's optimizer updates"
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,9 @@ def make_allocations(units: Sequence[UnitSize], needs: Needs, placement: Placeme
     made = [entry for index, unit in enumerate(units) for entry in of_unit(unit, index, needs, placement)]
     made += _on_gpu_between(units, needs, placement)
     made += _gradient_rings(units, needs, placement)
+    if needs.whole_units:
+        views = 4 * max(unit.codec.numel for unit in units)
+        made += [Allocation(what, "host", views, "states on their way") for what in (FP32_MASTERS, FP32_GRADIENTS)]
     if placement.on_ssd:
         assert needs.ssd is not None
         made += _before_ssd(units, needs, needs.ssd, placement, total(made, "ssd"))
@@ -204,6 +211,8 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
     for spec in unit.specs:
         nbytes = spec.nbytes(unit.codec.numel)
         made.append(state_buffer(spec.name, tier(placement.chunks_on_ssd), nbytes))
+    if unit.client_bytes:
+        made.append(state_buffer(CLIENT_STATES, "host", unit.client_bytes))
     where = tier(placement.gradients_on_ssd)
     if is_held(unit, needs):
         made.append(state_buffer("gradient", where, held_bytes(unit, needs), "held gradients", copied=True))

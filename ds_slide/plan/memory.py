@@ -299,6 +299,8 @@ def _in_host_memory(plan: Plan, budgets: Budgets) -> int:
 
 def _updated_on_gpu(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> list[int]:
     """Return the units whose states are on the GPU, the most useful first."""
+    if needs.whole_units:
+        return []
     chosen = _first_within(_gpu_states_allowance(units, needs, budgets, AUTOMATIC.gpu_states), units, needs)
     if budgets.gpu_states is None:
         more = _first_within(
@@ -398,15 +400,17 @@ def _check(plan: Plan, budgets: Budgets, needs: Needs) -> None:
 
 def _check_host(plan: Plan, budgets: Budgets, needs: Needs) -> None:
     budget = budgets.host_limit
-    if budget is not None and needs.ssd is None and plan.host_state_bytes > budget:
-        section = "offload_optimizer" if needs.trains else "offload_param"
+    # What a client's optimizer keeps cannot go to SSD, and everything else can.
+    fixed = plan.host_state_bytes if needs.ssd is None else sum(unit.client_bytes for unit in plan.units)
+    if budget is not None and fixed > budget:
+        section = "offload_optimizer" if needs.trains and not needs.whole_units else "offload_param"
         states = [each for each in plan.allocations if each.tier == "host" and each.why == "states"]
         raise DoesNotFit(
             "host",
-            plan.host_state_bytes,
+            fixed,
             budget,
-            f"host tier: the states need {size(plan.host_state_bytes)}, but ds_slide.host_memory is "
-            f"{size(budget)}{_beside(budgets.taken.host_states)}, {size(plan.host_state_bytes - budget)} short; "
+            f"host tier: the states need {size(fixed)}, but ds_slide.host_memory is "
+            f"{size(budget)}{_beside(budgets.taken.host_states)}, {size(fixed - budget)} short; "
             "allow more, or let the rest go to SSD with "
             f'zero_optimization.{section}.device "nvme" and its nvme_path{_largest(states)}',
         )

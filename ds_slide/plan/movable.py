@@ -22,6 +22,8 @@ def why_fixed(plan: Plan, index: int) -> str | None:
     if unit.kind == "part":
         which = "whose gradients are compressed" if masters_of(unit, plan.needs) else "in another data type"
         return f"it holds a block's parameters {which}"
+    if plan.needs.whole_units:
+        return "a client's optimizer updates it, in host memory"
     if unit.passing_numel:
         return "its rows pass through the GPU"
     if any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs):

@@ -27,6 +27,8 @@ class UnitSize:
     """Elements of each GPU buffer through which an outer module passes in chunks; 0 where it is there as a whole."""
     held_bytes: int | None = None
     """Bytes an element of its held gradient; None: the number in `Needs`."""
+    client_bytes: int = 0
+    """Bytes of the states that a client's optimizer keeps for it."""
 
     @property
     def is_outer(self) -> bool:
@@ -99,6 +101,8 @@ class Needs:
     rounds_masters: Literal["auto"] | bool = False
     """Whether units whose gradients are compressed have no masters but their weights; bf16 weights are then rounded
     stochastically. "auto": only where nothing else fits; a plan's own needs never say it."""
+    whole_units: bool = False
+    """Whether a client's optimizer updates whole units in host memory, over fp32 views of masters and gradients."""
     out_of_place: Literal["auto"] | bool = "auto"
     """Whether the way back is spare state buffers. "auto": as host memory allows; False: never; True: all units that
     can have some get them first."""

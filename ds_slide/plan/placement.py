@@ -32,7 +32,7 @@ def place_on_host(
 
     in_memory = Placement(on_gpu, window=needs.window)
     on_host = [index for index in range(len(units)) if index not in on_gpu]
-    everything = sum(units[i].written_bytes + units[i].state_bytes for i in on_host)
+    everything = sum(units[i].written_bytes + units[i].state_bytes + units[i].client_bytes for i in on_host)
     room = usable - takes(in_memory) + everything
     if needs.ssd is None or everything <= (room if host_memory is None else min(room, host_memory)):
         return in_memory

@@ -8,9 +8,11 @@ import torch
 
 from ds_slide.compression.codec import CHANGE_DTYPE
 from ds_slide.compression.lsp.codec import Lsp
+from ds_slide.optim.client import ClientRule
 from ds_slide.optim.reference import encode_split
 from ds_slide.plan.allocations import (
     CHANGES,
+    CLIENT_STATES,
     COMPRESSING,
     spare_buffer_of,
     state_buffer_of,
@@ -25,6 +27,7 @@ from ds_slide.runtime.core.settings import UnitPlan
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ssd.ssd import SsdParts
 from ds_slide.store.in_memory import (
+    ClientStates,
     HeldInMemory,
     InMemory,
     KeptOnGpu,
@@ -115,7 +118,8 @@ def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> 
     if gradient is None:
         gradient = NotHeld() if held is None else HeldInMemory(on_host("gradient", held))
     if optimizer is None:
-        optimizer = StatesInMemory(specs, {spec.name: on_host(spec.name, spec.dtype) for spec in specs})
+        buffers = {spec.name: on_host(spec.name, spec.dtype) for spec in specs}
+        optimizer = _states_in_memory(context, unit_plan, buffers)
     if context.allocator.tier(state_buffer_of(unit_plan.spec.name, "change")) is not None:
         change = WeightsInMemory(on_host("change", CHANGE_DTYPE, shared))
         weight, masters = _masters_on_gpu(context, unit_plan)
@@ -123,6 +127,16 @@ def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> 
     if weights is None:
         weights = WeightsInMemory(on_host("weight", unit_plan.dtype, shared))
     return UnitState(specs, weights, optimizer, gradient)
+
+
+def _states_in_memory(context: Context, unit_plan: UnitPlan, buffers: Mapping[str, InMemory]) -> OptimizerStates:
+    """Return the optimizer states of a unit in host memory, with the copy of a client's optimizer if there is one."""
+    specs, rule, what = unit_plan.specs(context.settings), context.settings.rule, unit_plan.spec.name
+    if not isinstance(rule, ClientRule):
+        return StatesInMemory(specs, buffers)
+    if context.allocator.tier(state_buffer_of(what, CLIENT_STATES)) is not None:
+        context.allocator.begun(state_buffer_of(what, CLIENT_STATES))
+    return ClientStates(specs, buffers, rule.of_unit(unit_plan.members))
 
 
 def _masters_on_gpu(context: Context, unit_plan: UnitPlan) -> tuple[Weights, dict[str, StateBuffer]]:

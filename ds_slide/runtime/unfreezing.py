@@ -38,7 +38,7 @@ from ds_slide.runtime.core.running import deferred_interrupt
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.memory.tier_moves import move
-from ds_slide.store.in_memory import HeldInMemory, InMemory, KeptOnGpu, StatesInMemory
+from ds_slide.store.in_memory import ClientStates, HeldInMemory, InMemory, KeptOnGpu, StatesInMemory
 from ds_slide.store.spare_buffers import SpareBuffers
 from ds_slide.store.state import UnitState
 from ds_slide.store.tiers import GradientSink
@@ -124,7 +124,9 @@ def _change(unit: Unit, groups: Groups) -> _Change:
 def _require_possible(runtime: SlideRuntime, change: _Change) -> None:
     unit, name = change.unit, change.names[0]
     reason, way_out = None, AT_START
-    if not isinstance(unit.codec, Identity) or (
+    if isinstance(unit.state.optimizer, ClientStates):
+        reason = "the script's own optimizer has been copied for the parameters that required one"
+    elif not isinstance(unit.codec, Identity) or (
         unit.spec.kind != "outer" and any(each.state.writes_change for each in runtime.units)
     ):
         reason = "ds_slide.compression is set, and it chooses the matrices when the engine is built"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_slide.model.layout import UnitLayout, pieces
+from ds_slide.optim.client import UnitOptimizer
 from ds_slide.store.state_buffers import StateBufferSpec, items_of
 from ds_slide.store.tiers import GradientSink, Held, OptimizerStates, StateBuffer, Tier, Weights
 
@@ -97,6 +98,17 @@ class StatesInMemory(OptimizerStates):
 
     def leased(self, index: int, buffer: torch.Tensor | None, span: slice) -> dict[str, torch.Tensor]:  # noqa: ARG002
         return {spec.name: items_of(self.buffers[spec.name].tensor, spec.cut(span)) for spec in self.specs}
+
+
+@dataclass(frozen=True)
+class ClientStates(StatesInMemory):
+    """The masters' buffers of a unit in host memory, and its copy of a client's optimizer, which has the states. A span
+    is the whole unit: the optimizer sees whole parameters."""
+
+    client: UnitOptimizer
+
+    def spans(self, wanted: Sequence[slice]) -> list[slice]:
+        return [slice(wanted[0].start, wanted[-1].stop)] if wanted else []
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ def test_defaults():
     assert config.stream_head is False
     assert config.huge_pages is False
     assert config.kernels == "auto"
+    assert config.flat_pieces is False
     assert config.async_save is False
     assert config.checkpoint.require_manifest is False
     assert config.hang_timeout == 300.0
@@ -77,6 +78,7 @@ def test_every_setting_is_read():
         "stream_head": True,
         "huge_pages": True,
         "kernels": ["loss", "norm"],
+        "flat_pieces": True,
         "async_save": True,
         "checksums": False,
         "checkpoint": {"require_manifest": True},

@@ -15,7 +15,7 @@ from ds_slide.config import SlideConfig
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import Precision, UnitSpec, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.optim.rule import UpdateRule
+from ds_slide.optim.rule import Member, UpdateRule
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.store.state_buffers import StateBufferSpec, optimizer_buffers
@@ -54,6 +54,11 @@ class RuntimeSettings:
         return self.rule is not None
 
     @property
+    def whole_units(self) -> bool:
+        """Whether a client's optimizer updates the weights, one whole unit at a time, in host memory."""
+        return self.rule is not None and self.rule.whole_units
+
+    @property
     def holds(self) -> bool:
         """Whether gradients wait for the step (`SlideConfig.defer_updates`). A loss scale may skip it."""
         if self.slide.defer_updates != "auto":
@@ -84,7 +89,8 @@ class RuntimeSettings:
             shares_weights=shares_weights,
             ssd=None if self.ssd is None else self._ssd_needs(self.ssd),
             page_locks=gpu_is_own,
-            speculates=held is not None and self.trains and self.slide.speculate is not False,
+            speculates=held is not None and self.trains and not self.whole_units and self.slide.speculate is not False,
+            whole_units=self.whole_units,
             rounds_masters=_ROUNDS_MASTERS["fp32" if slide.compression is None else slide.compression.master_dtype],
             out_of_place=slide.debug.out_of_place,
         )
@@ -173,4 +179,16 @@ class UnitPlan:
             self.dtype.itemsize,
             self.passing_numel,
             0 if held is None else held.itemsize,
+            client_bytes=0 if settings.rule is None else settings.rule.beside(self.members),
         )
+
+    @property
+    def members(self) -> list[Member]:
+        """The trained parameters as a client's optimizer sees them: whole, or with several ranks this rank's flat piece
+        with its padding."""
+        several = self.layout.world_size > 1
+        return [
+            Member(entry.name, parameter, entry.group, (entry.partition_numel,) if several else entry.shape)
+            for parameter, entry in zip(self.parameters, self.layout.entries, strict=True)
+            if entry.group is not None and entry.numel
+        ]

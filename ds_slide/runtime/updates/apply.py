@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -51,14 +52,25 @@ class UpdateSpan:
                 yield self.buffers.part(part, self.unit.state.specs), items_of(self.gradient, part), step.hyper, start
 
 
+class Updates(Protocol):
+    """What the update lane does with the states and the gradient of a span: `HostUpdates`, or a client's optimizer
+    (`ds_slide.runtime.updates.client`)."""
+
+    @property
+    def updater(self) -> CpuUpdater: ...
+
+    def run(self, span: UpdateSpan, step: UpdateStep, part: Part = "whole", way_back: WayBack | None = None) -> int:
+        """Update the elements of `span`. `way_back`: the unit's, where the span is one of its runs. -> bytes moved."""
+        ...
+
+
 @dataclass(frozen=True)
 class HostUpdates:
-    """Updates of units in host memory or on SSD; called by the update lane only."""
+    """Updates by the C++ kernels of units in host memory or on SSD; called by the update lane only."""
 
     updater: CpuUpdater
 
     def run(self, span: UpdateSpan, step: UpdateStep, part: Part = "whole", way_back: WayBack | None = None) -> int:
-        """Update the elements of `span`. `way_back`: the unit's, where the span is one of its runs. -> bytes moved."""
         unit = span.unit
         for buffers, gradient, hyper, first in span.segments(step.segments):
             run = None if way_back is None else way_back.part(slice(first, first + gradient.numel()))

@@ -25,7 +25,7 @@ from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Future
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep
+from ds_slide.runtime.updates.apply import Updates, UpdateSpan, UpdateStep
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.undo_log import UndoLog
@@ -43,7 +43,7 @@ class Speculation:
     only `run` and `end` write and exchange spare state buffers, before the future of the step's update is kept."""
 
     def __init__(
-        self, host: HostUpdates, unit: Unit, way_back: WayBack, step: UpdateStep, *, in_vain: bool = False
+        self, host: Updates, unit: Unit, way_back: WayBack, step: UpdateStep, *, in_vain: bool = False
     ) -> None:
         """`in_vain`: it is taken back, whatever the step is."""
         self._host = host
@@ -139,7 +139,7 @@ class Speculation:
 class Speculating:
     """Decides which updates are done ahead, and keeps count. Called by the compute thread, but for `submit`."""
 
-    def __init__(self, context: Context, host: HostUpdates, passes: Passes) -> None:
+    def __init__(self, context: Context, host: Updates, passes: Passes) -> None:
         slide = context.settings.slide
         debug = slide.debug
         self._lane = context.lanes.update

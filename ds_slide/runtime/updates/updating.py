@@ -14,7 +14,8 @@ from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.core.update import Update
-from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep
+from ds_slide.runtime.updates.apply import HostUpdates, Updates, UpdateSpan, UpdateStep
+from ds_slide.runtime.updates.client import ClientUpdates
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating, Speculation
 from ds_slide.store.state import SpanLease
@@ -98,7 +99,7 @@ class Updating:
         (`ds_slide.runtime.gradients.holding`)."""
         self.lane = context.lanes.update
         self._failures = context.failures
-        self.host = HostUpdates(context.updater)
+        self.host: Updates = ClientUpdates(context) if settings.whole_units else HostUpdates(context.updater)
         self.passes = Passes(settings.slide.update_passes)
         self.speculating = Speculating(context, self.host, self.passes)
 

@@ -174,9 +174,9 @@ CONFIGS = [
     *(
         (
             ds_config(optimizer={"type": name, "params": {}}),
-            f'optimizer.type is "{name}", but DS-Slide updates with Adam',
+            f'optimizer.type is "{name}", but DS-Slide has no such optimizer; use "adamw", "adam", "lion", "SGD", the',
         )
-        for name in ("sgd", "lamb", "adagrad", "muon", "NAdam")
+        for name in ("sgd", "lamb", "adagrad", "muon")
     ),
     (
         ds_config(slide={"defer_updates": False}, gradient_clipping=1.0),
