@@ -144,28 +144,31 @@ class DeepSpeedClients:
         """Point the parameters of `unit` at its state buffers and let go of their earlier memory."""
         parameters: Sequence[Any] = unit.parameters
         weights, remainder = unit.state.weights.buffer, unit.state.buffers.get("remainder")
-        for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
+        for parameter, entry, dtype in zip(parameters, unit.layout.entries, unit.dtypes, strict=True):
             span = state_buffers.local_span(entry)
             view = weights.view(span)
             if view is None:  # the weights are on SSD: a read of the elements has to gather them
-                view = torch.empty(0, dtype=unit.dtype)
+                view = torch.empty(0, dtype=entry.dtype or unit.dtype)
+            else:
+                view = entry.viewed(view, entry.partition_numel)
             # The same engine's access, where its states have moved.
             access = getattr(parameter.ds_tensor, "ds_slide_access", None)
             parameter.ds_tensor = _as_partition(view, entry.partition_numel)
             parameter.ds_tensor.__class__ = Partition  # the view itself, so that weak references to it stay valid
             parameter.ds_tensor.ds_slide_access = access
-            if unit.spec.precision.narrowed:
+            if unit.spec.precision.narrowed and entry.dtype is None:
                 setattr(parameter.ds_tensor, LOW_HALVES, None if remainder is None else remainder.view(span))
             # The accelerator, not the place of the weights: a parameter's device says where the model computes.
             device = get_accelerator().current_device_name()
             absent_parameters.leave((parameter,))
-            parameter.data = torch.empty(0, dtype=unit.parameter_dtype, device=device)
+            parameter.data = torch.empty(0, dtype=dtype, device=device)
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
             # Stock's word for "replicated throughout training". The choice of stage3_param_persistence_threshold has no
             # meaning here: small parameters of a block that is not on the GPU move with it.
             parameter.ds_persist = unit.resident is not None
             parameter.grad = None
             absent_parameters.watch((parameter,))
+        unit.find_carried_home()
 
     def set_availability(self, parameters: Sequence[Any], binding: Binding) -> None:
         """Set ZeRO-3's status of the parameters to that binding."""

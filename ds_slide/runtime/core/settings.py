@@ -148,6 +148,16 @@ class UnitPlan:
     GPU."""
 
     @property
+    def carried(self) -> list[tuple[torch.Tensor, str]]:
+        """The frozen tensors that move with the parameters, each with the name of its place in the layout."""
+        name_of = {id(p): name for name, p in self.spec.parameters}
+        return [
+            (each.tensor, name_of[id(each.of)] if each.is_alias else each.name)
+            for each in self.spec.carried
+            if not each.is_alias or id(each.of) in name_of
+        ]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The data type of the weights."""
         return self.spec.precision.weight

@@ -36,16 +36,19 @@ class Bindings:
         """The block bound for the graph of a backward, until another block is bound for it."""
 
     def bind(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
-        """Point the unit's parameters to `views`, one per parameter, in its own shape."""
+        """Point the unit's parameters and carried tensors to `views`, one each, in its own shape."""
         self._clients.set_availability(unit.parameters, Binding.COMPUTING)
-        for parameter, view in zip(unit.parameters, views, strict=True):
+        for parameter, view in zip(unit.parameters, views, strict=not unit.carried):
             parameter.data = view
+        for each, view in zip(unit.carried, views[len(unit.parameters) :], strict=True):
+            each.tensor.data = view
 
     def unbind(self, unit: Unit) -> None:
-        """Point the unit's parameters to empty tensors."""
+        """Point the unit's parameters to empty tensors, and its carried tensors to host memory."""
         self.residents.leave(unit)
-        for parameter in unit.parameters:
-            parameter.data = self._parts.empty.tensors[unit.parameter_dtype]
+        for parameter, dtype in zip(unit.parameters, unit.dtypes, strict=True):
+            parameter.data = self._parts.empty.tensors[dtype]
+        unit.bring_carried_home()
         self._clients.set_availability(unit.parameters, Binding.ABSENT)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
