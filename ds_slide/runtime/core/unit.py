@@ -276,13 +276,24 @@ class Unit:
             each.home = each.entry.viewed(view, each.entry.numel).view(each.entry.shape)
             each.tensor.data = each.home
 
+    def bind_carried(self, views: Sequence[torch.Tensor]) -> None:
+        """Point the carried tensors to `views` for a forward or backward."""
+        for each, view in zip(self.carried, views, strict=True):
+            each.tensor.data = view
+            each.version = each.tensor._version
+
     def bring_carried_home(self) -> None:
-        """Point the carried tensors to host memory, where they are whole between forwards. Raises SlideError where one
-        has been written since: the write would be lost."""
+        """Point the carried tensors to host memory, where they are whole between forwards. Raises SlideError where a
+        forward or backward has written one: the write would be lost."""
         for each in self.carried:
             each.tensor.data = each.home
         for each in self.carried:
             each.require_unchanged(self.name)
+
+    def note_carried_writes(self) -> None:
+        """Let the weights be fetched again where a script has written a carried tensor between forwards."""
+        if any(each.version != each.tensor._version for each in self.carried):
+            self.version += 1
 
 
 class CarriedTensor:
@@ -293,14 +304,15 @@ class CarriedTensor:
         self.entry = entry
         self.home = tensor.data
         """Its memory while the block is not bound."""
-        self._version = tensor._version
+        self.version = tensor._version
+        """Autograd's count of its writes, when it was bound last."""
 
     def require_unchanged(self, unit: str) -> None:
-        """Raise SlideError where the tensor has been written in place."""
-        if self.tensor._version != self._version:
-            self._version = self.tensor._version
+        """Raise SlideError where the tensor has been written in place since it was bound."""
+        if self.tensor._version != self.version:
+            self.version = self.tensor._version
             raise SlideError(
-                f"{self.entry.name} of {unit} was written in place, but it is a large buffer beside packed weights, "
+                f"{self.entry.name} was written by a forward of {unit}, but it is a large buffer beside packed weights, "
                 "which DS-Slide streams as frozen bytes, so the write would be lost; register what a forward writes "
                 "with persistent=False"
             )

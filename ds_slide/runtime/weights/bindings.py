@@ -40,15 +40,16 @@ class Bindings:
         self._clients.set_availability(unit.parameters, Binding.COMPUTING)
         for parameter, view in zip(unit.parameters, views, strict=not unit.carried):
             parameter.data = view
-        for each, view in zip(unit.carried, views[len(unit.parameters) :], strict=True):
-            each.tensor.data = view
+        if unit.carried:
+            unit.bind_carried(views[len(unit.parameters) :])
 
     def unbind(self, unit: Unit) -> None:
         """Point the unit's parameters to empty tensors, and its carried tensors to host memory."""
         self.residents.leave(unit)
         for parameter, dtype in zip(unit.parameters, unit.dtypes, strict=True):
             parameter.data = self._parts.empty.tensors[dtype]
-        unit.bring_carried_home()
+        if unit.carried:
+            unit.bring_carried_home()
         self._clients.set_availability(unit.parameters, Binding.ABSENT)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
@@ -57,6 +58,8 @@ class Bindings:
         """Bind a block to a slot, and make the compute stream wait until it is filled. `direction`: see
         `Window.acquire`."""
         assert self._window is not None
+        if unit.carried:
+            unit.note_carried_writes()
         self._parts.updating.speculating.take_back((unit,), self._window)
         if self._window.is_full_for(unit):
             self._give_up_slot()
