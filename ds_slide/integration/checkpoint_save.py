@@ -214,7 +214,9 @@ def _planned_fragments(engine: Any, states: States) -> Iterator[None]:
     """Let DeepSpeed save planned tensors of frozen parameters, and of buffers that move with their blocks: with views,
     it would pickle the whole state buffer."""
     places = engine.optimizer.protocol.places
-    carried = {each.home.data_ptr() for unit in engine.optimizer.runtime.units for each in unit.carried}
+    carried = {
+        each.home.data_ptr() for unit in engine.optimizer.runtime.units for each in unit.carried if each.home.numel()
+    }
     whole_state_dict = engine.module_state_dict
 
     def fragment(parameter: nn.Parameter) -> Planned:

@@ -20,6 +20,7 @@ from torch import nn
 from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
 from ds_slide.integration import absent_parameters
+from ds_slide.model.carried import TRAINED_DTYPES
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.reference import encode_split
 from ds_slide.runtime.core.clients import Binding
@@ -185,7 +186,9 @@ def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
         return own
     source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
     there = own.detach().to(get_accelerator().current_device_name(), copy=True).contiguous()
-    dist.broadcast(there, source, group=group)
+    flat = there.reshape(-1)
+    # Not every backend knows fp8 and other data types of packed weights: they pass as bytes.
+    dist.broadcast(flat if flat.dtype in TRAINED_DTYPES else flat.view(torch.uint8), source, group=group)
     return there
 
 

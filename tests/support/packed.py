@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from harness import llama, to_bf16
+from harness import Batch, causal_loss, llama, to_bf16
 from torch import nn
 
 BITSANDBYTES = ("nf4", "nf4_double", "fp4", "int8")
-PLAIN = ("fp8", "buffers")
+PLAIN = ("fp8", "buffers", "mixed")
 TARGETS = ("q_proj", "v_proj", "down_proj")
-SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
+SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 5}
 
 
 class Fp8Linear(nn.Module):
@@ -31,6 +30,30 @@ class Fp8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.weight_scale_inv.float().repeat_interleave(64, 0).repeat_interleave(64, 1)
         return nn.functional.linear(x, (self.weight.float() * scale).to(x.dtype))
+
+
+class OddLinear(nn.Module):
+    """A frozen weight out of parameters of many data types: int8 codes ([out, in]), bf16 scales of the rows, an int64
+    order of the rows, and a bool for each row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        out, into = weight.shape
+        scales = (weight.abs().amax(1) / 127.0).bfloat16()
+        tensors = {
+            "codes": (weight / scales[:, None]).round().to(torch.int8),
+            "scales": scales,
+            "rows": torch.randperm(out),
+            "kept": torch.rand(out) < 0.9,
+        }
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.in_features, self.out_features = into, out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.codes * (self.scales * self.kept)[:, None]
+        return nn.functional.linear(x, weight[self.rows].to(x.dtype))
 
 
 class BufferLinear(nn.Module):
@@ -77,6 +100,8 @@ def packed_linear(linear: nn.Linear, kind: str) -> nn.Module:
     """The layer with its weight packed as `kind` says."""
     if kind == "fp8":
         return Fp8Linear(linear)
+    if kind == "mixed":  # most of the block stays in bf16
+        return OddLinear(linear) if linear.in_features == linear.out_features else linear
     if kind == "buffers":
         return BufferLinear(linear)
     import bitsandbytes
@@ -122,6 +147,9 @@ def packed_model(kind: str, *, dtype: torch.dtype = torch.bfloat16, checkpoints:
     return model.train()
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of `model` that shares nothing with it."""
-    return copy.deepcopy(model)
+def forward_between(engine: Any, batch: Batch) -> torch.Tensor:
+    """A loss, and an evaluation before its backward, after which other slots of the window hold the blocks."""
+    loss = causal_loss(engine, batch)
+    with torch.no_grad():
+        engine(**batch)
+    return loss

@@ -271,9 +271,12 @@ class Unit:
     def find_carried_home(self) -> None:
         """Point the carried tensors to the state buffer of the weights, which has a new place, or is there at last."""
         for each in self.carried:
-            view = self.state.weights.buffer.view(each.entry.place)
-            assert view is not None  # they are not carried where weights may be on SSD
-            each.home = each.entry.viewed(view, each.entry.numel).view(each.entry.shape)
+            if each.entry in self.layout.entries:  # a second name of a parameter's memory is as empty as the parameter
+                each.home = each.tensor.data.new_empty(0)
+            else:
+                view = self.state.weights.buffer.view(each.entry.place)
+                assert view is not None  # they are not carried where weights may be on SSD
+                each.home = each.entry.viewed(view, each.entry.numel).view(each.entry.shape)
             each.tensor.data = each.home
 
     def bind_carried(self, views: Sequence[torch.Tensor]) -> None:
