@@ -192,8 +192,8 @@ _STORAGE_KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A tensor of `numel` elements that is not in memory. `read(start, stop)` makes the elements of a span, flat, in any
-    memory. `shape`: None for a flat one."""
+    """A tensor of `numel` elements that is not in memory. `read(start, stop)` makes the elements of a span, flat, in
+    any memory. `shape`: None for a flat one."""
 
     numel: int
     dtype: torch.dtype

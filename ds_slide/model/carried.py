@@ -63,6 +63,11 @@ def beside_packed(root: nn.Module) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
+def is_packed(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether bitsandbytes keeps tensors beside the parameter of `module`."""
+    return not parameter.requires_grad and any(True for _ in _beside(module, parameter))
+
+
 def packed_numel(module: nn.Module) -> int:
     """Return the elements of packed weights in the buffers of `module` and of the modules in it."""
     return sum(buffer.numel() for child in module.modules() for _, buffer in _packed_buffers(child))
@@ -78,7 +83,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Carried]:
         for attribute, tensor in _beside(module, parameter):
             if tensor.nbytes >= LEAST_BYTES:
                 yield Carried(f"{prefix}{name}.{attribute}", tensor, parameter)
-        for holder in (parameter, getattr(module, "state", None)):
+        for holder in (parameter, getattr(module, "state", None)) if hasattr(parameter, "CB") else ():
             if isinstance(alias := getattr(holder, "CB", None), torch.Tensor) and alias is not parameter:
                 yield Carried(f"{prefix}{name}.CB", alias, parameter, is_alias=True)
 
@@ -100,8 +105,8 @@ def _beside(module: nn.Module, parameter: Any) -> Iterator[tuple[str, torch.Tens
     state = getattr(parameter, "quant_state", None)
     nested = getattr(state, "state2", None)
     places = [(state, "absmax"), (state, "code"), (state, "offset"), (nested, "absmax"), (nested, "code")]
-    rows = parameter if getattr(parameter, "SCB", None) is not None else getattr(module, "state", None)
-    places.append((rows, "SCB"))
+    if hasattr(parameter, "SCB"):  # the first forward moves them from the parameter to the module
+        places.append((parameter if parameter.SCB is not None else getattr(module, "state", None), "SCB"))
     for holder, attribute in places:
         tensor = getattr(holder, attribute, None)
         if isinstance(tensor, torch.Tensor):

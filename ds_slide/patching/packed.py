@@ -5,6 +5,9 @@ bitsandbytes keeps a 4-bit weight for backward outside of autograd's saved tenso
 where it has that shape already, and the engine binds the parameter to the right bytes before the block's backward.
 The scales need nothing: the context has the object that holds them, and the engine binds these tensors, too.
 
+PEFT's DoRA calls `module.weight = module.weight.to(device)` in a forward on the CPU. A new parameter would keep the
+slot for good, so `to` returns the parameter itself where nothing changes.
+
 On a CPU with AVX-512 an evaluation would repack the weights for good, in memory of its own. It computes with the usual
 format instead.
 """
@@ -20,7 +23,7 @@ import torch
 from torch import nn
 
 from ds_slide.errors import SlideConfigError
-from ds_slide.model.carried import beside_packed
+from ds_slide.model.carried import beside_packed, is_packed
 
 _REPACKS = "support_avx512bf16_for_cpu"
 """Attribute of bitsandbytes' linear layers: whether an evaluation on the CPU repacks the weights."""
@@ -39,6 +42,22 @@ class _ViewsItself:
         return torch.Tensor.view(parameter, *shape)
 
 
+class _StaysItself:
+    """The `to` of a packed parameter. bitsandbytes makes a new parameter even where nothing changes."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        parameter = self._parameter
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        moves = device is not None and device not in (parameter.device, torch.device(parameter.device.type))
+        if moves or dtype not in (None, parameter.dtype):
+            moved: torch.Tensor = type(parameter).to(parameter, *args, **kwargs)
+            return moved
+        return parameter
+
+
 @dataclass(frozen=True)
 class _Prepared:
     module: nn.Module
@@ -46,15 +65,27 @@ class _Prepared:
     repacked: bool | None
     """The module's setting before."""
 
+    @classmethod
+    def of(cls, module: nn.Module, parameter: nn.Parameter) -> _Prepared:
+        vars(parameter)["to"] = _StaysItself(parameter)
+        if getattr(parameter, "quant_state", None) is not None:
+            vars(parameter)["view"] = _ViewsItself(parameter)
+        repacked: bool | None = getattr(module, _REPACKS, None)
+        if repacked is not None:
+            setattr(module, _REPACKS, False)
+        return cls(module, parameter, repacked)
+
     def undo(self) -> None:
-        vars(self.parameter).pop("view", None)
+        for name in ("view", "to"):
+            vars(self.parameter).pop(name, None)
         if self.repacked is not None:
             setattr(self.module, _REPACKS, self.repacked)
 
 
 def prepare_packed(root: nn.Module, carried: Collection[int], device: torch.device) -> list[_Prepared]:
-    """Prepare the modules with 4-bit weights in `root`. `carried`: tensors by id that move with their blocks; others
-    beside packed weights are brought to `device`. Raises SlideConfigError for a bitsandbytes that keeps other views."""
+    """Prepare the modules with weights packed by bitsandbytes in `root`. `carried`: tensors by id that move
+    with their blocks; others beside packed weights are brought to `device`. Raises SlideConfigError for a bitsandbytes
+    that keeps other views for backward."""
     for tensor in beside_packed(root):
         if id(tensor) not in carried and tensor.device.type != "meta":
             tensor.data = tensor.data.to(device)
@@ -62,17 +93,11 @@ def prepare_packed(root: nn.Module, carried: Collection[int], device: torch.devi
         (module, parameter)
         for module in root.modules()
         for parameter in module._parameters.values()
-        if parameter is not None and getattr(parameter, "quant_state", None) is not None
+        if parameter is not None and is_packed(module, parameter)
     ]
-    if found:
+    if any(getattr(parameter, "quant_state", None) is not None for _, parameter in found):
         _require_known_context(device)
-    prepared = []
-    for module, parameter in found:
-        vars(parameter)["view"] = _ViewsItself(parameter)
-        prepared.append(_Prepared(module, parameter, getattr(module, _REPACKS, None)))
-        if prepared[-1].repacked is not None:
-            setattr(module, _REPACKS, False)
-    return prepared
+    return [_Prepared.of(module, parameter) for module, parameter in found]
 
 
 def _require_known_context(device: torch.device) -> None:

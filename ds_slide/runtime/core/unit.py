@@ -315,9 +315,9 @@ class CarriedTensor:
         if self.tensor._version != self.version:
             self.version = self.tensor._version
             raise SlideError(
-                f"{self.entry.name} was written by a forward of {unit}, but it is a large buffer beside packed weights, "
-                "which DS-Slide streams as frozen bytes, so the write would be lost; register what a forward writes "
-                "with persistent=False"
+                f"{self.entry.name} was written by a forward of {unit}, but it is a large buffer beside packed "
+                "weights, which DS-Slide streams as frozen bytes, so the write would be lost; register what a forward "
+                "writes with persistent=False"
             )
 
 
