@@ -126,6 +126,7 @@ class ParameterProtocol:
                     whole = self._whole(parameter)
                     set_availability([parameter], Binding.COMPUTING)
                     parameter.data = whole
+                    unit.lend_carried(parameter, self._runtime.device.torch)
                     self._gathered.add(parameter)
                     continue
                 if parameter.ds_status != ZeroParamStatus.AVAILABLE:
@@ -249,6 +250,8 @@ class ParameterProtocol:
             elif not self._runtime.access.is_bound(unit):
                 parameter.data = self._runtime.parts.empty.tensors[_declared(unit, entry)]
                 set_availability([parameter], Binding.ABSENT)
+                if unit.carried and not self._runtime.access.has_ended:
+                    unit.bring_carried_home()
 
     # ---- values that scripts write -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import nn
 from ds_slide.compression.codec import GradientCodec, Identity
 from ds_slide.compression.lsp.codec import Lsp, subspace
 from ds_slide.config import SlideConfig
+from ds_slide.model.carried import Carried
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import Precision, UnitSpec, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
@@ -148,11 +149,11 @@ class UnitPlan:
     GPU."""
 
     @property
-    def carried(self) -> list[tuple[torch.Tensor, str]]:
+    def carried(self) -> list[tuple[Carried, str]]:
         """The frozen tensors that move with the parameters, each with the name of its place in the layout."""
         name_of = {id(p): name for name, p in self.spec.parameters}
         return [
-            (each.tensor, name_of[id(each.of)] if each.is_alias else each.name)
+            (each, name_of[id(each.of)] if each.is_alias else each.name)
             for each in self.spec.carried
             if not each.is_alias or id(each.of) in name_of
         ]

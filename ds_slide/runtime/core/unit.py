@@ -162,7 +162,7 @@ class Unit:
         self.state = state
         self.codec = codec
         places = {entry.name: entry for entry in (*layout.entries, *layout.carried)}
-        self.carried = [CarriedTensor(tensor, places[name]) for tensor, name in self._carried]
+        self.carried = [CarriedTensor(each.tensor, places[name], each.of) for each, name in self._carried]
         """Frozen tensors that are bound together with the parameters."""
         self.dtypes = [entry.dtype or self.parameter_dtype for entry in layout.entries]
         """The data types of the parameters that a script sees outside of a forward."""
@@ -293,6 +293,12 @@ class Unit:
         for each in self.carried:
             each.require_unchanged(self.name)
 
+    def lend_carried(self, parameter: nn.Parameter, device: torch.device) -> None:
+        """Bring copies of what is read together with a gathered parameter to `device`."""
+        for each in self.carried:
+            if each.of is parameter and each.home.numel():
+                each.tensor.data = each.home.to(device)
+
     def note_carried_writes(self) -> None:
         """Let the weights be fetched again where a script has written a carried tensor between forwards."""
         if any(each.version != each.tensor._version for each in self.carried):
@@ -302,9 +308,11 @@ class Unit:
 class CarriedTensor:
     """A frozen tensor that moves with a block, and its place in the layout."""
 
-    def __init__(self, tensor: torch.Tensor, entry: Entry) -> None:
+    def __init__(self, tensor: torch.Tensor, entry: Entry, of: nn.Parameter | None) -> None:
+        """`of`: the packed parameter that is read together with it, if any."""
         self.tensor = tensor
         self.entry = entry
+        self.of = of
         self.home = tensor.data
         """Its memory while the block is not bound."""
         self.version = tensor._version

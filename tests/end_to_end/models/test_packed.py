@@ -102,7 +102,7 @@ def test_buffers_are_whole_between_forwards_and_after_the_engine() -> None:
 
     with engine_for(model, ds_config(WINDOW)) as engine:
         unit = engine.optimizer.runtime.blocks[2]
-        assert [tuple(tensor.shape) for tensor, _ in unit._carried] and len(unit.carried) >= 7
+        assert len(unit.carried) >= 7
         train(engine, batches(1))
         assert as_expected(dict(model.named_buffers())) and as_expected(model.state_dict())
     assert as_expected(dict(model.named_buffers())) and as_expected(model.state_dict())
