@@ -28,6 +28,12 @@ KINDS = [*PLAIN, *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.cli
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+@pytest.fixture(autouse=True)
+def small_tensors_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are small, so tensors beside their packed weights are."""
+    monkeypatch.setattr("ds_slide.model.carried.LEAST_BYTES", 256)
+
+
 def trained(kind: str, config: dict[str, Any], **options: Any) -> Result:
     model = packed_model(kind, **options)
     with engine_for(model, config) as engine:
@@ -57,6 +63,30 @@ def test_losses_and_states_are_plain_torchs(kind: str) -> None:
 def test_checkpointing_changes_no_bit(kind: str, reentrant: bool) -> None:
     found = trained(kind, ds_config(WINDOW), checkpoints={"use_reentrant": reentrant})
     assert differences(found, streamed(kind)) == []
+
+
+CARRIED = {
+    "nf4": {"weight.absmax"},
+    "fp4": {"weight.absmax"},
+    "nf4_double": {"weight.absmax", "weight.nested_code"},
+    "int8": {"weight.SCB", "weight.CB"},
+    "buffers": {"qweight", "scales", "qzeros"},
+    "fp8": set(),
+    "mixed": set(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_beside_packed_weights_moves_with_the_block(kind: str) -> None:
+    """On the GPU there is no more than the outer modules, the slots, and adapters and norms."""
+    layer = "model.layers.2.mlp.up_proj."
+    with engine_for(packed_model(kind), ds_config(WINDOW)) as engine:
+        (block,) = [unit for unit in engine.optimizer.runtime.blocks if unit.name == "model.layers.2"]
+        names = {each.name for each in block.spec.carried if each.name.startswith(layer)}
+        assert {name.removeprefix(layer) for name in names} == CARRIED[kind]
+        frozen = [entry for entry in block.layout.entries if not entry.trainable]
+        assert sum(entry.numel for entry in frozen) > 1000 or kind == "buffers"
+        assert block.dtype == (torch.bfloat16 if kind == "mixed" else torch.uint8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
