@@ -54,10 +54,12 @@ def find_carried(root: nn.Module) -> dict[nn.Module, list[Carried]]:
     }
 
 
-def beside_packed(root: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield all tensors beside packed parameters. Those that do not move with a block have to be where the model
-    computes."""
+def packed_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield all packed buffers, and all tensors beside packed parameters. Those that do not move with a block have to
+    be where the model computes."""
     for module in root.modules():
+        for _, buffer in _packed_buffers(module):
+            yield buffer
         for parameter in module._parameters.values():
             for _, tensor in _beside(module, parameter):
                 yield tensor

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ds_slide.errors import SlideConfigError
-from ds_slide.model.carried import beside_packed, is_packed
+from ds_slide.model.carried import is_packed, packed_tensors
 
 _REPACKS = "support_avx512bf16_for_cpu"
 """Attribute of bitsandbytes' linear layers: whether an evaluation on the CPU repacks the weights."""
@@ -86,7 +86,7 @@ def prepare_packed(root: nn.Module, carried: Collection[int], device: torch.devi
     """Prepare the modules with weights packed by bitsandbytes in `root`. `carried`: tensors by id that move
     with their blocks; others beside packed weights are brought to `device`. Raises SlideConfigError for a bitsandbytes
     that keeps other views for backward."""
-    for tensor in beside_packed(root):
+    for tensor in packed_tensors(root):
         if id(tensor) not in carried and tensor.device.type != "meta":
             tensor.data = tensor.data.to(device)
     found = [

@@ -19,6 +19,7 @@ from harness import Result, batches, differences, ds_config, engine_for, on_ssd,
 from packed import BITSANDBYTES, PLAIN, forward_between, packed_model
 
 from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.integration.activation import move_all_but_parameters
 
 WINDOW = {"window": 3, "gpu_states": 0}
 STEPS = 2
@@ -139,6 +140,18 @@ def test_buffers_are_whole_between_forwards_and_after_the_engine() -> None:
     with engine_for(model, ds_config(WINDOW)) as engine:
         train(engine, batches(1))
         assert as_expected(dict(model.named_buffers()))
+
+
+def test_packed_weights_in_buffers_wait_for_the_engine() -> None:
+    """DeepSpeed moves buffers to the accelerator at first, where such a model may have no room."""
+    model = packed_model("buffers")
+    layer = model.model.layers[0].mlp.gate_proj
+    layer.register_buffer("small", torch.zeros(2))
+    move_all_but_parameters(model, torch.device("meta"))
+    devices = {name: buffer.device.type for name, buffer in layer.named_buffers()}
+    assert devices == {"qweight": "cpu", "scales": "cpu", "qzeros": "cpu", "small": "meta"}
+    assert model.model.embed_tokens.weight.device.type == "cpu"
+    assert {buffer.device.type for buffer in model.model.rotary_emb.buffers()} == {"meta"}
 
 
 def test_a_buffer_that_a_script_writes_is_used_from_then_on() -> None:
