@@ -114,6 +114,7 @@ def test_a_resumed_run_continues_to_the_bit(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", ["ssd", "gpu", pytest.param("two passes", marks=pytest.mark.slow)])
 def test_places_change_no_bit(kind: str, way: str, disk: Path) -> None:
     config = {

@@ -15,7 +15,10 @@ from packed import BITSANDBYTES, PLAIN
 from packed_ranks_worker import STEPS, WAYS
 
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-KINDS = [*PLAIN, *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES)]
+KINDS = [
+    *(pytest.param(kind, marks=pytest.mark.slow) if kind == "buffers" else kind for kind in PLAIN),
+    *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES),
+]
 
 
 @pytest.fixture(scope="module")
