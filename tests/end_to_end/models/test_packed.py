@@ -120,7 +120,7 @@ def test_places_change_no_bit(kind: str, way: str, disk: Path) -> None:
     config = {
         "ssd": lambda: on_ssd(ds_config({"window": 2, "gpu_states": 0}), disk),
         "gpu": lambda: ds_config({"gpu_states": 2_000_000}),
-        "two passes": lambda: ds_config({"window": 2, "gpu_states": 0, "two_passes": True}),
+        "two passes": lambda: ds_config({"window": 2, "gpu_states": 0, "update_passes": 2}),
     }[way]()
     assert differences(trained(kind, config), streamed(kind)) == []
 
