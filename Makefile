@@ -38,7 +38,7 @@ test: install lint
 	$(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not clients" $(WORKERS) $(PYTEST_FLAGS)
 
 # Programs that people fine-tune with, each in an environment of its own packages on top of the one above.
-test-clients: $(foreach client,trl sentence-transformers llamafactory axolotl lightning swift older-transformers,$(CLIENTS)/$(client)/.installed)
+test-clients: $(foreach client,trl sentence-transformers llamafactory axolotl lightning swift older-transformers bitsandbytes,$(CLIENTS)/$(client)/.installed)
 	$(CLIENT_TEST) $(BIN)/python $(CLIENT_FLAGS) tests/clients/test_accelerate.py
 	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) tests/clients/test_trl.py tests/clients/test_peft.py
 	$(CLIENT_TEST) $(CLIENTS)/sentence-transformers/bin/python $(CLIENT_FLAGS) tests/clients/test_sentence_transformers.py
@@ -46,6 +46,7 @@ test-clients: $(foreach client,trl sentence-transformers llamafactory axolotl li
 	$(CLIENT_TEST) $(CLIENTS)/axolotl/bin/python $(CLIENT_FLAGS) tests/clients/test_axolotl.py
 	$(CLIENT_TEST) $(CLIENTS)/lightning/bin/python $(CLIENT_FLAGS) tests/clients/test_lightning.py
 	$(CLIENT_TEST) $(CLIENTS)/swift/bin/python $(CLIENT_FLAGS) tests/clients/test_swift.py
+	$(CLIENT_TEST) $(CLIENTS)/bitsandbytes/bin/python $(CLIENT_FLAGS) $(PACKED)
 	$(OLDER_TEST) $(OLDER:%=tests/end_to_end/%.py)
 
 # What of it continuous integration has time for: a loss in chunks, generation, parameters of two data types, and inputs of
@@ -56,6 +57,8 @@ test-clients-quick: $(foreach client,trl older-transformers,$(CLIENTS)/$(client)
 
 QUICK := $(foreach case,sft grpo,test_trl.py::test_losses_and_weights_are_stocks[$(case)]) \
 	test_peft.py::test_losses_and_norms_are_stocks[lora]
+# Those of DS-Slide's own tests that need bitsandbytes.
+PACKED := $(addprefix tests/end_to_end/,models/test_packed.py models/test_packed_adapters.py ranks/test_packed_ranks.py)
 # Those of DS-Slide's own tests in which transformers says how a layer is called and recomputed.
 OLDER := $(addprefix activations/test_,activations moved_inputs mixed_blocks inputs_on_ssd unasked_recomputation saved_tensors) \
 	$(addprefix steps/test_,own_boundaries two_passes) $(addprefix models/test_,families features generation hf_trainer)

@@ -7,6 +7,7 @@ and write a piece of a record, and the CRCs are filled in at the end. The last s
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import struct
@@ -178,16 +179,40 @@ _STORAGE_KINDS = {
     torch.float32: torch.FloatStorage,
     torch.bfloat16: torch.BFloat16Storage,
     torch.float16: torch.HalfStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.int8: torch.CharStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int32: torch.IntStorage,
+    torch.int64: torch.LongStorage,
+    torch.bool: torch.BoolStorage,
 }
+"""torch's classes of storages. Other data types (fp8) are in storages of bytes, and the tensor names its own."""
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A flat tensor [numel] that is not in memory. `read(start, stop)` makes the elements of a span, in any memory."""
+    """A tensor of `numel` elements that is not in memory. `read(start, stop)` makes the elements of a span, flat, in
+    any memory. `shape`: None for a flat one."""
 
     numel: int
     dtype: torch.dtype
     read: Callable[[int, int], torch.Tensor]
+    shape: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Planned:
+        """Plan a contiguous tensor that is a small part of a large storage, of which torch.save would write all."""
+        flat = tensor.detach().reshape(-1)
+        return cls(flat.numel(), flat.dtype, lambda start, stop: flat[start:stop], tuple(tensor.shape))
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (self.numel,) if self.shape is None else self.shape
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.size[place + 1 :]) for place in range(len(self.size)))
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield the elements in order, at most PIECE at a time."""
@@ -200,7 +225,7 @@ class Planned:
         for start in range(0, self.numel, PIECE):
             stop = min(start + PIECE, self.numel)
             whole[start:stop] = self.read(start, stop)
-        return whole
+        return whole.view(self.size)
 
 
 @dataclass(frozen=True)
@@ -257,14 +282,18 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Planned):
             return NotImplemented
         # The arguments of torch.Tensor.__reduce_ex__: storage, offset, size, stride, requires_grad, backward hooks.
-        arguments: tuple[Any, ...] = (_PlannedStorage(value), 0, (value.numel,), (1,), False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
+        arguments: tuple[Any, ...] = (_PlannedStorage(value), 0, value.size, value.stride, False, OrderedDict())
+        if value.dtype in _STORAGE_KINDS:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, value.dtype)
 
     def persistent_id(self, value: Any) -> Any:
         untyped: Any
         if isinstance(value, _PlannedStorage):
-            planned = value.tensor
-            return ("storage", _STORAGE_KINDS[planned.dtype], self._key(id(planned), planned), "cpu", planned.numel)
+            planned, key = value.tensor, self._key(id(value.tensor), value.tensor)
+            if (known := _STORAGE_KINDS.get(planned.dtype)) is not None:
+                return ("storage", known, key, "cpu", planned.numel)
+            return ("storage", torch.storage.UntypedStorage, key, "cpu", planned.numel * planned.dtype.itemsize)
         if isinstance(value, torch.storage.TypedStorage):
             kind, untyped, numel = getattr(torch, value._pickle_storage_type()), value._untyped_storage, value._size()
         elif torch.is_storage(value):

@@ -51,7 +51,7 @@ def pieces(numel: int, length: int = _CHUNK) -> Iterator[slice]:
 
 def local_span(entry: Entry) -> slice:
     """Return the span of this rank's partition in its unit."""
-    return slice(entry.offset, entry.offset + entry.partition_numel)
+    return entry.place
 
 
 def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
@@ -103,14 +103,19 @@ def as_weights(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def read_weights(unit: HasState, entry: Entry, start: int, stop: int) -> torch.Tensor:
-    """Return the elements [start, stop) of this rank's partition in the model's dtype, in host memory."""
-    return unit.state.read("weight", slice(entry.offset + start, entry.offset + stop)).cpu()
+    """Return the elements [start, stop) of this rank's partition in the model's dtype, in host memory. `start`: at a
+    whole element of the unit."""
+    first = entry.offset + entry.items(start)
+    items = unit.state.read("weight", slice(first, first + entry.items(stop - start))).cpu()
+    return entry.viewed(items, stop - start)
 
 
 def write_frozen(unit: Unit, entry: Entry, start: int, values: torch.Tensor) -> None:
-    """Set the weights of a parameter without optimizer states, from element `start` of this rank's partition on."""
-    place = entry.offset + start
-    unit.state.write("weight", slice(place, place + values.numel()), values.to(unit.state.dtype_of("weight")))
+    """Set the weights of a parameter without optimizer states, from element `start` of this rank's partition on, at a
+    whole element of the unit."""
+    place, dtype = entry.offset + entry.items(start), unit.state.dtype_of("weight")
+    items = values.to(dtype) if entry.dtype is None else entry.stored(values, dtype)
+    unit.state.write("weight", slice(place, place + items.numel()), items)
 
 
 def write_weight(unit: Unit, entry: Entry, values: torch.Tensor) -> bool:
@@ -119,11 +124,12 @@ def write_weight(unit: Unit, entry: Entry, values: torch.Tensor) -> bool:
     The master of a changed element becomes exactly the new value. An unchanged element keeps its remainder. For
     narrowed weights scripts give the masters.
     """
-    state, span = unit.state, slice(entry.offset, entry.offset + values.numel())
-    if unit.spec.precision.narrowed and values.dtype == unit.parameter_dtype:
+    state, span = unit.state, slice(entry.offset, entry.offset + entry.items(values.numel()))
+    if entry.dtype is None and unit.spec.precision.narrowed and values.dtype == unit.parameter_dtype:
         return _write_master(unit, span, values.reshape(-1))
     weight = state.read("weight", span)
-    new = values.reshape(-1).to(device=weight.device, dtype=weight.dtype)
+    new = values.reshape(-1).to(device=weight.device)
+    new = new.to(weight.dtype) if entry.dtype is None else entry.stored(new, weight.dtype)
     changed = new.view(_bits(new.dtype)) != weight.view(_bits(weight.dtype))
     if not bool(changed.any()):
         return False
@@ -145,4 +151,4 @@ def _write_master(unit: Unit, span: slice, values: torch.Tensor) -> bool:
 
 
 def _bits(dtype: torch.dtype) -> torch.dtype:
-    return torch.int16 if dtype.itemsize == 2 else torch.int32
+    return {1: torch.uint8, 2: torch.int16}.get(dtype.itemsize, torch.int32)

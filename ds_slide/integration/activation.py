@@ -258,12 +258,15 @@ def weights_stay(engine: Any) -> Iterator[None]:
 
 
 def move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
-    """Move buffers, and other tensors that a module's own `_apply` moves, but no parameters and gradients."""
-    gradients = {id(parameter.grad) for parameter in module.parameters()}
+    """Move buffers, and other tensors that a module's own `_apply` moves, but no parameters, gradients and packed
+    weights in buffers: the engine moves these (`ds_slide.patching.packed`)."""
+    from ds_slide.model.carried import packed_tensors
+
+    stay = {id(parameter.grad) for parameter in module.parameters()} | {id(each) for each in packed_tensors(module)}
     moved: dict[torch.Tensor, torch.Tensor] = {}  # two modules may share one
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, nn.Parameter) or id(tensor) in gradients:
+        if isinstance(tensor, nn.Parameter) or id(tensor) in stay:
             return tensor
         if tensor not in moved:
             moved[tensor] = tensor.to(device)

@@ -28,6 +28,7 @@ from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import Precision, Precisions, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.patching.apply import Replaced, apply_kernels
 from ds_slide.patching.head import stream_head
+from ds_slide.patching.packed import prepare_packed
 from ds_slide.plan.host_room import FileMappings, groups, host_room, local_ranks, share_with
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
 from ds_slide.report.log import log
@@ -61,7 +62,8 @@ def assemble(
     # The model is divided into units, and the ranks agree on the memory that each of them has.
     unit_plans, head = divided(module, group_of, settings, ranks.world_size, precisions)
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
-    budgets = _agreed(_budgets(module, config, device), ranks)
+    carried = [each.tensor for unit_plan in unit_plans for each in unit_plan.spec.carried if not each.is_alias]
+    budgets = _agreed(_budgets(module, carried, config, device), ranks)
     if config.compression is not None and settings.trains:
         sharing = open_sharing(ranks, True, "ds_slide.compression is set for several ranks", REMOVE)
     else:
@@ -73,6 +75,7 @@ def assemble(
         if device.is_cuda:
             require_page_locks(plan.host_bytes)
         kernels = apply_kernels(module, config.kernels, get_accelerator().device_name())
+        kernels.patches.extend(prepare_packed(module, {id(tensor) for tensor in carried}, device.torch))
         log.debug("kernels: %s", kernels)
         clients = DeepSpeedClients(ranks.rank, process_group)
         runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
@@ -108,7 +111,9 @@ def divided(
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     apart = () if head is None else (head.path,)
     compressed = [parameter for parameter in group_of if settings.compresses(parameter)]
-    structure = find_structure(module, config.blocks, apart, leaves, precisions, compressed)
+    # The parts of other ranks, or a file, would have to be read whenever a script looks at a buffer.
+    carries = world_size == 1 and (settings.ssd is None or not settings.ssd.weights)
+    structure = find_structure(module, config.blocks, apart, leaves, precisions, compressed, carries=carries)
     if head is not None:
         check_streamed_head(head, structure, settings)
     if config.compression is not None and settings.trains:
@@ -150,10 +155,21 @@ def _unit_plan(
 ) -> UnitPlan:
     by_name = dict(spec.parameters)
     infos = [
-        ParameterInfo(name, parameter_shape(parameter), parameter_numel(parameter), group_of.get(parameter))
+        ParameterInfo(
+            name,
+            parameter_shape(parameter),
+            parameter_numel(parameter),
+            group_of.get(parameter),
+            parameter.dtype if name in spec.as_bytes else None,
+        )
         for name, parameter in spec.parameters
     ]
-    layout = build_layout(infos, world_size)
+    carried = [
+        ParameterInfo(each.name, tuple(each.tensor.shape), each.tensor.numel(), None, each.tensor.dtype)
+        for each in spec.carried
+        if not each.is_alias
+    ]
+    layout = build_layout(infos, world_size, spec.precision.weight.itemsize, carried)
     passes = head is not None and any(parameter is head.module.weight for parameter in by_name.values())
     rows = chunk_rows(*layout.entries[0].shape) if passes else 0
     codec_of = settings.compressing_codec_of if spec.compressed else settings.codec_of
@@ -171,19 +187,20 @@ def plan_of(
     return make_plan([unit_plan.size(settings) for unit_plan in unit_plans], needs, budgets)
 
 
-def _budgets(module: nn.Module, config: SlideConfig, device: Device) -> Budgets:
-    """Return the free memory as it will be once the parameters' present copies, which DS-Slide takes over, are gone."""
+def _budgets(module: nn.Module, carried: Sequence[torch.Tensor], config: SlideConfig, device: Device) -> Budgets:
+    """Return the free memory as it will be once the present copies of the parameters and of `carried` tensors, which
+    DS-Slide takes over, are gone."""
     on_gpu = on_host = 0
     files = FileMappings.now()
-    for parameter in module.parameters():
-        for tensor in (parameter.data, getattr(parameter, "ds_tensor", None)):
-            if tensor is None:
-                continue
-            size = tensor.numel() * tensor.element_size()
-            if tensor.device == device.torch and device.is_cuda:
-                on_gpu += size
-            elif tensor.device.type == "cpu" and not files.holds(tensor.data_ptr()):
-                on_host += size
+    of_parameters = (each for p in module.parameters() for each in (p.data, getattr(p, "ds_tensor", None)))
+    for tensor in (*of_parameters, *carried):
+        if tensor is None:
+            continue
+        size = tensor.numel() * tensor.element_size()
+        if tensor.device == device.torch and device.is_cuda:
+            on_gpu += size
+        elif tensor.device.type == "cpu" and not files.holds(tensor.data_ptr()):
+            on_host += size
     # Every rank has the same engines, so each subtracts its own.
     room = host_room(local_ranks(), running.untouched_host_bytes())
     available = room.nbytes

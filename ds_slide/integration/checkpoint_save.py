@@ -214,9 +214,13 @@ def _say_what_will_be_refused(engine: Any, target: Path, archives: list[Archive]
 
 @contextmanager
 def _planned_fragments(engine: Any, states: States) -> Iterator[None]:
-    """Let DeepSpeed save planned tensors of frozen parameters: with `ds_tensor`, a view, it would pickle the whole
-    state buffer."""
+    """Let DeepSpeed save planned tensors of frozen parameters, and of buffers that move with their blocks: with views,
+    it would pickle the whole state buffer."""
     places = engine.optimizer.protocol.places
+    carried = {
+        each.home.data_ptr() for unit in engine.optimizer.runtime.units for each in unit.carried if each.home.numel()
+    }
+    whole_state_dict = engine.module_state_dict
 
     def fragment(parameter: nn.Parameter) -> Planned:
         unit, entry = places[parameter]
@@ -226,11 +230,19 @@ def _planned_fragments(engine: Any, states: States) -> Iterator[None]:
 
         return Planned(entry.partition_numel, parameter.dtype, read)
 
+    def state_dict(*args: Any, **options: Any) -> Any:
+        found = whole_state_dict(*args, **options)
+        for name, value in found.items():
+            if isinstance(value, torch.Tensor) and value.numel() and value.data_ptr() in carried:
+                found[name] = Planned.of(value)
+        return found
+
     engine._get_param_fragment_func = fragment
+    engine.module_state_dict = state_dict
     try:
         yield
     finally:
-        del engine._get_param_fragment_func
+        del engine._get_param_fragment_func, engine.module_state_dict
 
 
 def _open(engine: Any, staging: Staging, tag: str, needed: int) -> None:

@@ -25,12 +25,12 @@ from ds_slide.integration.refused import (
     compressed_rule_problems,
     setting_problems,
 )
+from ds_slide.model.carried import TRAINED_DTYPES
 from ds_slide.optim.client import ClientRule, trial
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.ssd_settings import ssd_problems
 from ds_slide.runtime.updates.threads import first_unusable_core
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FOREIGN_MODULES = {
     ("deepspeed", "PipelineModule"): "pipeline parallelism",
     ("deepspeed", "MoE"): "expert parallelism",
@@ -230,17 +230,17 @@ def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
 
 
 def dtype_problems(values: Values, module: nn.Module) -> Iterator[str]:
-    """Yield problems of parameters whose data type cannot be trained, and of gradients added up in a shorter type."""
+    """Yield problems of parameters whose data type cannot be trained, and of gradients added up in a shorter type.
+    Frozen parameters may have any data type."""
     for name, parameter in module.named_parameters():
-        if parameter.dtype not in _DTYPES:
-            kind = f"parameter {name} is {parameter.dtype}"
+        if parameter.requires_grad and parameter.dtype not in TRAINED_DTYPES:
             yield (
-                f"{kind}, but DS-Slide trains bfloat16, float16 and float32, because its masters, optimizer states and "
-                "checkpoints are fp32; convert the model with model.float()"
+                f"parameter {name} is {parameter.dtype} and requires a gradient, but DS-Slide trains bfloat16, float16 "
+                f"and float32 (masters, optimizer states and checkpoints are fp32); {_way_out(parameter.dtype)}"
             )
             break
     reduced = gradient_dtype(values, module)
-    if reduced not in _DTYPES:
+    if reduced not in TRAINED_DTYPES:
         yield f"communication_data_type is {reduced}, but DS-Slide reduces bfloat16, float16 and float32; remove it"
     accumulation = values.get("gradient_accumulation_dtype")
     if accumulation not in (None, reduced, torch.float32):
@@ -248,6 +248,12 @@ def dtype_problems(values: Values, module: nn.Module) -> Iterator[str]:
             f"gradients are reduced in {reduced} (communication_data_type) and added up in {accumulation} "
             "(data_types.grad_accum_dtype), which loses what the first keeps; set the second to fp32"
         )
+
+
+def _way_out(dtype: torch.dtype) -> str:
+    if dtype == torch.float64:
+        return "convert the model with model.float(), or freeze the parameter"
+    return "freeze it with requires_grad_(False), which any data type allows, and train adapters (PEFT) beside it"
 
 
 def optimizer_choice_problems(json_name: str | None, client_optimizer: Any) -> Iterator[str]:

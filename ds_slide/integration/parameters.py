@@ -111,8 +111,8 @@ class ParameterProtocol:
         """Bind a parameter that a forward reads to its weights, if these are on the GPU anyway: a copy of a vocabulary
         matrix would stay there until the backward has ended. -> whether it is bound. A parameter that a script has cast
         gets a copy instead."""
-        unit, _ = self.places[parameter]
-        if unit.resident is None or parameter.dtype != unit.parameter_dtype or not self._runtime.access.is_in_forward:
+        unit, entry = self.places[parameter]
+        if unit.resident is None or parameter.dtype != _declared(unit, entry) or not self._runtime.access.is_in_forward:
             return False
         state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
         self._runtime.resident_weights.bind(unit)
@@ -142,13 +142,14 @@ class ParameterProtocol:
                     whole = self._whole(parameter)
                     set_availability([parameter], Binding.COMPUTING)
                     parameter.data = whole
+                    unit.lend_carried(parameter, self._runtime.device.torch)
                     self._gathered.add(parameter)
                     continue
                 if parameter.ds_status != ZeroParamStatus.AVAILABLE:
                     self._runtime.resident_weights.bind(unit)
                 absent_parameters.leave((parameter,))
                 self._gathered.add(parameter)
-                here = parameter.dtype == unit.parameter_dtype
+                here = parameter.dtype == _declared(*self.places[parameter])
                 parameter.data = parameter.data.clone() if here else self._whole(parameter)
 
     def _require_room(self, parameters: Sequence[Any]) -> None:
@@ -157,7 +158,7 @@ class ParameterProtocol:
         if not device.is_cuda or len(parameters) < 2:
             return
         needed = sum(
-            self.places[parameter][1].numel * self.places[parameter][0].parameter_dtype.itemsize
+            self.places[parameter][1].numel * _declared(*self.places[parameter]).itemsize
             for parameter in parameters
             if parameter.ds_status != ZeroParamStatus.AVAILABLE or self.places[parameter][0].resident is not None
         )
@@ -175,12 +176,13 @@ class ParameterProtocol:
         unit, entry = self.places[parameter]
         if self._runtime.access.has_ended:
             own = read_left(parameter.ds_tensor, entry.name)
-            return nn.functional.pad(own, (0, entry.partition_numel - own.numel()))
+            missing = entry.partition_numel - own.numel()
+            return nn.functional.pad(own, (0, missing)) if missing else own
         self._runtime.access.settle(unit)
         span = state_buffers.local_span(entry)
-        if unit.spec.precision.narrowed:
+        if unit.spec.precision.narrowed and entry.dtype is None:
             return state_buffers.read_values(unit, state_buffers.MASTER, span)
-        return unit.state.read("weight", span)
+        return entry.viewed(unit.state.read("weight", span), entry.partition_numel)
 
     def _whole(self, parameter: Any) -> torch.Tensor:
         """Return the weights of a parameter that is not on the accelerator as a script sees it, in its shape."""
@@ -192,7 +194,13 @@ class ParameterProtocol:
         whole = own
         if world_size > 1:
             whole = own.new_empty(world_size * own.numel())
-            dist.all_gather_into_tensor(whole, own, group=self._group)
+            # As bytes where the data type may be unknown to the backend.
+            as_bytes = entry.dtype is not None
+            dist.all_gather_into_tensor(
+                whole.view(torch.uint8) if as_bytes else whole,
+                own.contiguous().view(torch.uint8) if as_bytes else own,
+                group=self._group,
+            )
         return whole[: entry.numel].view(entry.shape)
 
     def whole_weights(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
@@ -206,14 +214,15 @@ class ParameterProtocol:
     def _copied(self, parameter: Any) -> torch.Tensor:
         unit, entry = self.places[parameter]
         is_here = parameter.ds_status == ZeroParamStatus.AVAILABLE and parameter.numel() == entry.numel
-        if is_here and (unit.resident is None or parameter.dtype == unit.parameter_dtype):
+        if is_here and (unit.resident is None or parameter.dtype == _declared(unit, entry)):
             return parameter.detach().clone()
         state_buffers.require_stepped(self._runtime, unit, "copying a parameter")
         shared = self._shared_parts(unit)
         if shared is None:
             return self._whole(parameter)
         span = state_buffers.local_span(entry)
-        whole = torch.cat([part[span] for part in shared])[: entry.numel].view(entry.shape)
+        whole = torch.cat([entry.viewed(part[span], entry.partition_numel) for part in shared])
+        whole = whole[: entry.numel].view(entry.shape)
         return whole.to(self._runtime.device.torch)
 
     def _shared_parts(self, unit: Unit) -> Sequence[torch.Tensor] | None:
@@ -251,13 +260,14 @@ class ParameterProtocol:
             self._gathered.discard(parameter)
             if unit.resident is not None:
                 absent_parameters.leave((parameter,))
-                whole = unit.resident[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
-                parameter.data = whole
+                parameter.data = entry.viewed(unit.resident[entry.slot_place], entry.numel).view(entry.shape)
                 if self._runtime.bindings.residents.is_kept(unit):
                     absent_parameters.watch((parameter,))
             elif not self._runtime.access.is_bound(unit):
-                parameter.data = self._runtime.parts.empty.tensors[unit.parameter_dtype]
+                parameter.data = self._runtime.parts.empty.tensors[_declared(unit, entry)]
                 set_availability([parameter], Binding.ABSENT)
+                if unit.carried and not self._runtime.access.has_ended:
+                    unit.bring_carried_home()
 
     # ---- values that scripts write -----------------------------------------------------------------------------
 
@@ -372,6 +382,11 @@ class ParameterProtocol:
         """Return a hook for a copy of its value, which brings the gradient of the copy to the parameter."""
         unit = self.places[parameter][0]
         return _Bringer(self._runtime, self._block_of.get(unit.order, unit), unit, parameter)
+
+
+def _declared(unit: Unit, entry: Entry) -> torch.dtype:
+    """Return the data type of a parameter that a script sees outside of a forward."""
+    return entry.dtype or unit.parameter_dtype
 
 
 class _Bringer:

@@ -20,6 +20,7 @@ from torch import nn
 from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
 from ds_slide.integration import absent_parameters
+from ds_slide.model.carried import TRAINED_DTYPES
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.reference import encode_split
 from ds_slide.runtime.core.clients import Binding
@@ -144,11 +145,13 @@ class DeepSpeedClients:
         """Point the parameters of `unit` at its state buffers and let go of their earlier memory."""
         parameters: Sequence[Any] = unit.parameters
         weights, remainder = unit.state.weights.buffer, unit.state.buffers.get("remainder")
-        for parameter, entry in zip(parameters, unit.layout.entries, strict=True):
+        for parameter, entry, dtype in zip(parameters, unit.layout.entries, unit.dtypes, strict=True):
             span = state_buffers.local_span(entry)
             view = weights.view(span)
             if view is None:  # the weights are on SSD: a read of the elements has to gather them
-                view = torch.empty(0, dtype=unit.dtype)
+                view = torch.empty(0, dtype=entry.dtype or unit.dtype)
+            else:
+                view = entry.viewed(view, entry.partition_numel)
             # The same engine's access, where its states have moved.
             access = getattr(parameter.ds_tensor, "ds_slide_access", None)
             if access is not None:
@@ -156,18 +159,19 @@ class DeepSpeedClients:
             parameter.ds_tensor = _as_partition(view, entry.partition_numel)
             parameter.ds_tensor.__class__ = Partition  # the view itself, so that weak references to it stay valid
             parameter.ds_tensor.ds_slide_access = access
-            if unit.spec.precision.narrowed:
+            if unit.spec.precision.narrowed and entry.dtype is None:
                 setattr(parameter.ds_tensor, LOW_HALVES, None if remainder is None else remainder.view(span))
             # The accelerator, not the place of the weights: a parameter's device says where the model computes.
             device = get_accelerator().current_device_name()
             absent_parameters.leave((parameter,))
-            parameter.data = torch.empty(0, dtype=unit.parameter_dtype, device=device)
+            parameter.data = torch.empty(0, dtype=dtype, device=device)
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
             # Stock's word for "replicated throughout training". The choice of stage3_param_persistence_threshold has no
             # meaning here: small parameters of a block that is not on the GPU move with it.
             parameter.ds_persist = unit.resident is not None
             parameter.grad = None
             absent_parameters.watch((parameter,))
+        unit.find_carried_home()
 
     def set_availability(self, parameters: Sequence[Any], binding: Binding) -> None:
         """Set ZeRO-3's status of the parameters to that binding."""
@@ -184,7 +188,9 @@ def _of_first_rank(own: torch.Tensor, group: Any) -> torch.Tensor:
         return own
     source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
     there = own.detach().to(get_accelerator().current_device_name(), copy=True).contiguous()
-    dist.broadcast(there, source, group=group)
+    flat = there.reshape(-1)
+    # Not every backend knows fp8 and other data types of packed weights: they pass as bytes.
+    dist.broadcast(flat if flat.dtype in TRAINED_DTYPES else flat.view(torch.uint8), source, group=group)
     return there
 
 

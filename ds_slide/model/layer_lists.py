@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ds_slide.errors import SlideConfigError
+from ds_slide.model.carried import packed_numel
 
 # Below this share of the model's parameters a list is not worth streaming: it is a classification head or a projector.
 MIN_LIST_SHARE = 0.10
@@ -58,7 +59,7 @@ class Ownership:
     def __init__(self, root: nn.Module) -> None:
         self.paths_to_parameter = _parameter_paths(root)
         self.paths_to_module = Counter(id(module) for _, module in root.named_modules(remove_duplicate=False))
-        self.model_numel = sum(parameter_numel(parameter) for parameter in root.parameters())
+        self.model_numel = sum(parameter_numel(parameter) for parameter in root.parameters()) + packed_numel(root)
 
     def exclusive(self, module: nn.Module) -> list[nn.Parameter]:
         """Return the parameters that can be reached through `module` only, each once, in registration order."""
@@ -67,8 +68,8 @@ class Ownership:
         return [p for p in module.parameters() if inside[id(p)] * times == self.paths_to_parameter[id(p)]]
 
     def numel(self, module: nn.Module) -> int:
-        """Return the elements of the parameters that belong to `module` alone."""
-        return sum(parameter_numel(parameter) for parameter in self.exclusive(module))
+        """Return the elements of the parameters that belong to `module` alone, and of packed weights in its buffers."""
+        return sum(parameter_numel(parameter) for parameter in self.exclusive(module)) + packed_numel(module)
 
     def share(self, modules: Sequence[nn.Module]) -> float:
         """Return the share of the model's parameters that belong to `modules` alone."""

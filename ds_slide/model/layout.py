@@ -1,6 +1,6 @@
 """Flat layout of one unit: where every parameter lies in the local state buffers and in the gathered GPU slot.
 
-Pure integers, no torch. Two address spaces, both counted in elements:
+Two address spaces, both counted in elements of the unit's data type:
 
 * local state buffers (weights' state buffer, moments, gradients): the pieces that this rank's ZeRO-3 partition holds;
 * slot: the whole parameters, as the GPU reads them.
@@ -9,6 +9,9 @@ With one rank they are the same space. With more, the all-gathered buffer is ran
 starts at `r * local_numel`. The piece of an entry lies at `r * local_numel + entry.offset`, and belongs at
 `entry.slot_offset + piece(entry, r)[0]` of the slot. Strides depend only on sizes, so a parameter without a gradient in
 some step shifts nothing.
+
+A frozen tensor of another data type than the unit's is kept as bytes (`ParameterInfo.dtype`): it fills whole elements
+of the unit, and is viewed in its own data type where it is read.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import lcm
+
+import torch
 
 # 128 bytes in bf16: a full GPU memory transaction and two CPU cache lines. Threads that update neighbouring entries
 # never write the same line, and vector loads of every entry start aligned.
@@ -33,22 +39,64 @@ class ParameterInfo:
     shape: tuple[int, ...]
     numel: int
     group: int | None
+    dtype: torch.dtype | None = None
+    """The data type of a frozen tensor that is kept as bytes; None: the unit's."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Place of one parameter; all numbers are elements."""
+    """Place of one parameter. `numel` and `partition_numel` are elements of the parameter, offsets are elements of the
+    unit: the same, except for a tensor that is kept as bytes."""
 
     name: str
     shape: tuple[int, ...]
     numel: int
     group: int | None
     partition_numel: int
-    """ceil(numel / world_size): the size of every rank's ZeRO-3 partition, padding of the last ranks included."""
+    """ceil(numel / world_size): the size of every rank's ZeRO-3 partition, padding of the last ranks included. A tensor
+    that is kept as bytes may have a few more elements, so that every rank holds whole elements of the unit."""
     offset: int
     """Start of this rank's partition in the local state buffers."""
     slot_offset: int
     """Start of the whole parameter in the gathered GPU slot."""
+    dtype: torch.dtype | None = None
+    """The data type of a frozen tensor that is kept as bytes; None: the unit's."""
+    unit_itemsize: int = 0
+    """Bytes of an element of the unit, for a tensor that is kept as bytes."""
+
+    def items(self, numel: int) -> int:
+        """Return the elements of the unit that hold `numel` elements of the parameter."""
+        return numel if self.dtype is None else -(-numel * self.dtype.itemsize // self.unit_itemsize)
+
+    @property
+    def place(self) -> slice:
+        """The span of this rank's partition in the local state buffers."""
+        return slice(self.offset, self.offset + self.items(self.partition_numel))
+
+    @property
+    def slot_place(self) -> slice:
+        """The span of the whole parameter in the slot."""
+        return slice(self.slot_offset, self.slot_offset + self.items(self.numel))
+
+    def viewed(self, items: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return the first `numel` elements of the parameter in `items` ([items(numel)], the unit's data type), flat: a
+        view."""
+        if self.dtype is None:
+            return items[:numel]
+        return items.view(torch.uint8)[: numel * self.dtype.itemsize].view(self.dtype)
+
+    def stored(self, values: torch.Tensor, unit_dtype: torch.dtype) -> torch.Tensor:
+        """Return flat `values` of the parameter as elements of the unit ([items(values.numel())]), with zero bytes at
+        the end where the last element is not full."""
+        if self.dtype is None:
+            return values
+        as_bytes = values.to(self.dtype).contiguous().view(torch.uint8)
+        missing = self.items(values.numel()) * self.unit_itemsize - as_bytes.numel()
+        if missing:
+            as_bytes = torch.nn.functional.pad(as_bytes, (0, missing))
+        elif as_bytes.storage_offset() % self.unit_itemsize:  # a slice of a file that is mapped, for instance
+            as_bytes = as_bytes.clone()
+        return as_bytes.view(unit_dtype)
 
     @property
     def trainable(self) -> bool:
@@ -83,6 +131,8 @@ class UnitLayout:
     """Slot elements of all entries."""
     segments: tuple[Segment, ...]
     """Spans of one group each; they cover [0, trainable_numel) without gaps."""
+    carried: tuple[Entry, ...] = ()
+    """Places of frozen tensors that are no parameters, behind all parameters. With one rank only."""
 
 
 def align_up(numel: int) -> int:
@@ -101,19 +151,25 @@ def piece(entry: Entry, rank: int) -> tuple[int, int]:
 
 def pieces(layout: UnitLayout) -> Iterator[tuple[int, slice, slice]]:
     """Yield (rank, span in that rank's part of the unit, span in slot layout) for every piece."""
-    for entry in layout.entries:
+    for entry in (*layout.entries, *layout.carried):
         for rank in range(layout.world_size):
             start, stop = piece(entry, rank)
             if stop > start:
-                place = entry.slot_offset + start
-                yield rank, slice(entry.offset, entry.offset + stop - start), slice(place, place + stop - start)
+                place, items = entry.slot_offset + entry.items(start), entry.items(stop - start)
+                yield rank, slice(entry.offset, entry.offset + items), slice(place, place + items)
 
 
-def build_layout(parameters: Sequence[ParameterInfo], world_size: int) -> UnitLayout:
-    """Lay `parameters` out for `world_size` ranks. Raises ValueError when `world_size` is below one."""
+def build_layout(
+    parameters: Sequence[ParameterInfo], world_size: int, itemsize: int = 1, carried: Sequence[ParameterInfo] = ()
+) -> UnitLayout:
+    """Lay `parameters` out for `world_size` ranks, and behind them the frozen tensors `carried`, kept as bytes, for one
+    rank. `itemsize`: bytes of an element of the unit, which tensors that are kept as bytes need. Raises ValueError when
+    `world_size` is below one, or above one with carried tensors."""
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; a layout needs at least one rank")
-    return _in_order(sorted(parameters, key=_group_order), world_size)
+    if carried and world_size > 1:
+        raise ValueError(f"world_size is {world_size}, but tensors that are no parameters have no parts")
+    return _in_order(sorted(parameters, key=_group_order), world_size, itemsize, carried)
 
 
 def with_later(layout: UnitLayout, groups: Mapping[str, int]) -> UnitLayout:
@@ -121,28 +177,50 @@ def with_later(layout: UnitLayout, groups: Mapping[str, int]) -> UnitLayout:
 
     They follow the entries that were trainable before, whose places stay the same.
     """
-    infos = [
-        ParameterInfo(entry.name, entry.shape, entry.numel, groups.get(entry.name, entry.group))
-        for entry in layout.entries
-    ]
+    infos, carried = (
+        [
+            ParameterInfo(entry.name, entry.shape, entry.numel, groups.get(entry.name, entry.group), entry.dtype)
+            for entry in entries
+        ]
+        for entries in (layout.entries, layout.carried)
+    )
     trainable = sum(entry.trainable for entry in layout.entries)
-    return _in_order([*infos[:trainable], *sorted(infos[trainable:], key=_group_order)], layout.world_size)
+    itemsize = max((entry.unit_itemsize for entry in (*layout.entries, *layout.carried)), default=1)
+    in_order = [*infos[:trainable], *sorted(infos[trainable:], key=_group_order)]
+    return _in_order(in_order, layout.world_size, itemsize, carried)
 
 
-def _in_order(parameters: Sequence[ParameterInfo], world_size: int) -> UnitLayout:
+def _in_order(
+    parameters: Sequence[ParameterInfo], world_size: int, itemsize: int, carried: Sequence[ParameterInfo]
+) -> UnitLayout:
     entries: list[Entry] = []
     offset = slot_offset = 0
-    for info in parameters:
+    for info in (*parameters, *carried):
         partition_numel = -(-info.numel // world_size)
-        entries.append(Entry(info.name, info.shape, info.numel, info.group, partition_numel, offset, slot_offset))
-        offset += align_up(partition_numel)
-        slot_offset += align_up(info.numel)
+        if info.dtype is not None:  # whole elements of the unit
+            whole = lcm(itemsize, info.dtype.itemsize) // info.dtype.itemsize
+            partition_numel = -(-partition_numel // whole) * whole if world_size > 1 else partition_numel
+        entry = Entry(
+            info.name,
+            info.shape,
+            info.numel,
+            info.group,
+            partition_numel,
+            offset,
+            slot_offset,
+            info.dtype,
+            0 if info.dtype is None else itemsize,
+        )
+        entries.append(entry)
+        offset += align_up(entry.items(partition_numel))
+        slot_offset += align_up(entry.items(info.numel))
 
     # Frozen entries come last, so the first frozen entry ends the trainable span.
     first_frozen = next((entry for entry in entries if not entry.trainable), None)
     trainable_numel = first_frozen.offset if first_frozen else offset
     return UnitLayout(
-        entries=tuple(entries),
+        entries=tuple(entries[: len(parameters)]),
+        carried=tuple(entries[len(parameters) :]),
         world_size=world_size,
         trainable_numel=trainable_numel,
         local_numel=offset,

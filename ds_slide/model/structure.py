@@ -2,6 +2,8 @@
 
 A unit has one precision. A block with several (adapters in fp32 beside frozen weights in bf16) keeps the precision of
 most of its elements. Parameters in the others are its parts, and so are parameters whose gradients are compressed.
+Frozen parameters of a data type that is never trained (packed 4-bit weights, int8, fp8, ...) are no part: they move
+with their block as bytes.
 
 The module tree alone tells the units: no forward, no trace. Parameters may be ZeRO-3 partitions (empty data, the real
 size in `ds_numel` and `ds_shape`).
@@ -18,6 +20,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ds_slide.model.carried import TRAINED_DTYPES, Carried, find_carried
 from ds_slide.model.layer_lists import LayerList, Ownership, find_lists, named_lists
 from ds_slide.model.layer_lists import parameter_numel as parameter_numel
 from ds_slide.model.layer_lists import parameter_shape as parameter_shape
@@ -61,7 +64,16 @@ def _name(dtype: torch.dtype | None) -> str:
 # biases that remain travel together in one.
 LARGE_OUTER_NUMEL = 1_000_000
 
+BYTES = Precision(torch.uint8, torch.uint8)
+"""The precision of frozen parameters of other data types. A unit in this precision is an array of bytes."""
+
+# Frozen floating-point parameters of at least so many elements move with the packed weights of their block, as bytes.
+# Smaller ones (norms, biases, scales) are parts and stay on the GPU, so that they can be unfrozen.
+LARGE_FROZEN_NUMEL = 1 << 16
+
 _Named = list[tuple[str, nn.Parameter]]
+_Unit = tuple[str, nn.Module | None, _Named, Precision]
+"""Name, module, parameters and precision of a unit."""
 Precisions = Mapping[nn.Parameter, Precision]
 """The precisions of parameters that do not keep the data type which they declare."""
 
@@ -85,6 +97,10 @@ class UnitSpec:
 
     precision: Precision
     """The data types of all its parameters."""
+    as_bytes: frozenset[str] = frozenset()
+    """Names of the frozen parameters that it keeps as bytes, in data types of their own."""
+    carried: tuple[Carried, ...] = ()
+    """Other frozen tensors that move with a block."""
     compressed: bool = False
     """Whether it is a part whose gradients leave the GPU compressed."""
 
@@ -114,6 +130,8 @@ def find_structure(
     undivided: Collection[nn.Module] = (),
     precisions: Precisions = MappingProxyType({}),
     compressed: Collection[nn.Parameter] = (),
+    *,
+    carries: bool = True,
 ) -> ModelStructure:
     """Split `module` into blocks and outer modules.
 
@@ -125,11 +143,11 @@ def find_structure(
     module paths of outer modules whose own parameters are a unit by themselves, even if they are few. `undivided`:
     modules whose lists are no layer lists: ranks may run different layers of them, at different times. `compressed`:
     parameters whose gradients are compressed, where they are in a block and in its precision. The block keeps at least
-    one parameter.
+    one parameter. `carries`: whether frozen tensors that are no parameters move with their blocks.
     """
     ownership = Ownership(module)
     lists = find_lists(module, ownership, undivided) if blocks == "auto" else named_lists(module, blocks, ownership)
-    return _Split(ownership, frozenset(apart), precisions, frozenset(compressed)).of(module, lists)
+    return _Split(ownership, frozenset(apart), precisions, frozenset(compressed), carries).of(module, lists)
 
 
 # Units ---------------------------------------------------------------------------------------------------------------
@@ -143,6 +161,7 @@ class _Split:
     apart: frozenset[str]
     precisions: Precisions
     compressed: frozenset[nn.Parameter]
+    carries: bool
 
     def of(self, root: nn.Module, lists: Sequence[LayerList]) -> ModelStructure:
         layers = [layer for layer_list in lists for layer in layer_list.layers]
@@ -155,48 +174,91 @@ class _Split:
             else:
                 of_outer[name.rpartition(".")[0]].append((name, parameter))
 
-        model_precision = _main(self._by_precision(list(root.named_parameters())))
-        outer_units: dict[str, _Named] = defaultdict(list)
+        by_precision = self._by_precision(list(root.named_parameters()))
+        by_precision.pop(BYTES, None)
+        model_precision = _main(by_precision)
+        outer_units: dict[tuple[str, Precision], _Named] = defaultdict(list)
         for path, parameters in of_outer.items():
             large = bool(layers) and bool(path) and _numel(parameters) >= LARGE_OUTER_NUMEL
             name = f"outer:{path}" if large or path in self.apart else "outer"
             for precision, same in self._by_precision(parameters).items():
-                outer_units[name if precision == model_precision else _with(name, precision)].extend(same)
+                full_name = name if precision == model_precision else _with(name, precision)
+                outer_units[full_name, precision].extend(same)
 
         # A block whose parameters are all shared has nothing to move.
-        blocks: list[tuple[str, nn.Module, _Named]] = []
-        parts: list[tuple[str, nn.Module, _Named]] = []
-        compressed: list[tuple[str, nn.Module, _Named]] = []
+        blocks: list[_Unit] = []
+        parts: list[_Unit] = []
+        compressed: list[_Unit] = []
+        carried = self._carried(root, layers)
         for path, layer in layers:
-            found = self._by_precision(of_block.get(path, []))
-            main = _main(found)
+            found, main = self._of_block(of_block.get(path, []), sum(each.nbytes for each in carried[path]))
             for precision, same in found.items():
                 if precision != main:
-                    parts.append((_with(path, precision), layer, same))
+                    parts.append((_with(path, precision), layer, same, precision))
                     continue
                 matrices = {name: p for name, p in same if p in self.compressed}
                 if len(matrices) == len(same):
                     del matrices[same[0][0]]  # a unit without parameters would have no place in the model
-                blocks.append((path, layer, [(name, p) for name, p in same if name not in matrices]))
+                blocks.append((path, layer, [(name, p) for name, p in same if name not in matrices], precision))
                 if matrices:
-                    compressed.append((f"{path} (compressed)", layer, list(matrices.items())))
+                    compressed.append((f"{path} (compressed)", layer, list(matrices.items()), precision))
         return ModelStructure(
-            blocks=self._specs("block", blocks),
+            blocks=tuple(replace(spec, carried=carried[spec.name]) for spec in self._specs("block", blocks)),
             parts=tuple(
                 replace(spec, compressed=spec.index >= len(parts)) for spec in self._specs("part", parts + compressed)
             ),
-            outer_units=self._specs("outer", [(name, None, parameters) for name, parameters in outer_units.items()]),
+            outer_units=self._specs(
+                "outer", [(name, None, parameters, precision) for (name, precision), parameters in outer_units.items()]
+            ),
             lists=tuple(layer_list.path for layer_list in lists),
         )
 
-    def _specs(
-        self, kind: Literal["block", "part", "outer"], units: Sequence[tuple[str, nn.Module | None, _Named]]
-    ) -> tuple[UnitSpec, ...]:
+    def _of_block(self, parameters: _Named, carried_bytes: int) -> tuple[dict[Precision, _Named], Precision | None]:
+        """Return the parameters of a block by precision, and the precision of the block. What moves as bytes is with
+        the parameters of the block's own precision. `carried_bytes`: of the tensors that are no parameters."""
+        found = self._by_precision(parameters)
+        packed = found.pop(BYTES, [])
+        main = _main(found)
+        if not packed and not carried_bytes:
+            return found, main
+        joining = {id(p) for _, p in parameters if not p.requires_grad and (not packed or _is_large(p))}
+        joining |= {id(p) for _, p in packed}
+        if main is None or (joining and _nbytes(packed) + carried_bytes >= _nbytes(found[main])):
+            main = BYTES
+        divided: dict[Precision, _Named] = defaultdict(list)
+        for name, parameter in parameters:
+            joins = id(parameter) in joining
+            divided[main if joins else self._precision_of(parameter)].append((name, parameter))
+        return divided, main
+
+    def _carried(self, root: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[Carried, ...]]:
+        """Return the tensors that move with each block, by its path."""
+        found = find_carried(root)
+        return {
+            path: tuple(
+                each
+                for child in layer.modules()
+                for each in found.get(child, ())
+                if (each.is_alias or self.carries) and self.ownership.paths_to_module[id(child)] == 1
+            )
+            for path, layer in layers
+        }
+
+    def _specs(self, kind: Literal["block", "part", "outer"], units: Sequence[_Unit]) -> tuple[UnitSpec, ...]:
         return tuple(
             UnitSpec(
-                name, kind, index, module, tuple(parameters), _numel(parameters), self._precision_of(parameters[0][1])
+                name,
+                kind,
+                index,
+                module,
+                tuple(parameters),
+                _numel(parameters),
+                precision,
+                as_bytes=frozenset(
+                    each for each, p in parameters if precision == BYTES or self._precision_of(p) != precision
+                ),
             )
-            for index, (name, module, parameters) in enumerate(units)
+            for index, (name, module, parameters, precision) in enumerate(units)
         )
 
     def _by_precision(self, parameters: _Named) -> dict[Precision, _Named]:
@@ -206,12 +268,22 @@ class _Split:
         return found
 
     def _precision_of(self, parameter: nn.Parameter) -> Precision:
+        if parameter.dtype not in TRAINED_DTYPES and not parameter.requires_grad:
+            return BYTES
         return self.precisions.get(parameter) or Precision.declared(parameter)
 
 
 def _main(found: dict[Precision, _Named]) -> Precision | None:
     """Return the precision of most elements, the first one where two are equal; None without parameters."""
     return max(found, key=lambda precision: _numel(found[precision]), default=None)
+
+
+def _nbytes(parameters: _Named) -> int:
+    return sum(parameter_numel(parameter) * parameter.dtype.itemsize for _, parameter in parameters)
+
+
+def _is_large(parameter: nn.Parameter) -> bool:
+    return parameter_numel(parameter) >= LARGE_FROZEN_NUMEL
 
 
 def _with(name: str, precision: Precision) -> str:

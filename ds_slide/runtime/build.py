@@ -255,7 +255,7 @@ def _parts(module: nn.Module, context: Context, units: list[Unit], ssd: SsdState
         plan=context.plan,
         units=units,
         window=window,
-        empty=Empty.on(device.torch, {unit.parameter_dtype for unit in units}),
+        empty=Empty.on(device.torch, {dtype for unit in units for dtype in unit.dtypes}),
         gradients=gradients,
         learning=Learning(units, context),
         uploads=uploads,

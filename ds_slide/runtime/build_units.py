@@ -187,10 +187,14 @@ def load_weights(unit: Unit, context: Context) -> None:
     with state.weights.to_fill() as weight:
         for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
             own = context.clients.take_weights(parameter, entry).detach().reshape(-1)
-            if unit.spec.precision.narrowed:
+            if unit.spec.precision.narrowed and entry.dtype is None:
                 _load_narrowed(unit, entry.offset, own, weight)
             else:
-                weight[entry.offset : entry.offset + own.numel()].copy_(own)
+                items = entry.stored(own, weight.dtype)
+                weight[entry.offset : entry.offset + items.numel()].copy_(items)
+        for each in unit.carried:
+            if each.entry in unit.layout.carried:  # not the second name of a parameter's memory
+                weight[each.entry.place].copy_(each.entry.stored(each.tensor.detach().reshape(-1), weight.dtype))
         if any(spec.name == "remainder" and spec.dtype.is_floating_point for spec in state.specs):
             state.write("remainder", slice(0, numel), weight[:numel].float())
         if unit.resident is not None and context.ranks.world_size == 1:

@@ -132,6 +132,8 @@ def _require_possible(runtime: SlideRuntime, change: _Change) -> None:
         reason = "ds_slide.compression is set, and it chooses the matrices when the engine is built"
     elif not all(buffer.tensor is not None for buffer in unit.state.buffers.values()):
         reason = f"{unit.name} is on SSD"
+    elif as_bytes := [name for name in change.names if name in unit.spec.as_bytes]:
+        reason = f"{as_bytes[0]} moves with the packed weights of {unit.name}, as bytes without states"
     elif unit.chunk_rows:
         reason = f"the rows of {unit.name} pass through the GPU (ds_slide.stream_head)"
     elif runtime.accumulation.is_open:
@@ -259,7 +261,7 @@ def _move_weights(change: _Change) -> None:
     assert isinstance(buffer, InMemory)
     old, moved = buffer.tensor, buffer.tensor.clone()
     for entry, before in zip(change.layout.entries, change.reordered(unit.layout.entries), strict=True):
-        numel = align_up(entry.partition_numel)
+        numel = align_up(entry.items(entry.partition_numel))
         moved[entry.offset : entry.offset + numel].copy_(old[before.offset : before.offset + numel])
     if buffer.tier == "gpu":
         unit.resident = moved if unit.resident is old else unit.resident

@@ -10,8 +10,9 @@ import torch
 from ds_slide.optim.low_precision import StateFormat
 from ds_slide.optim.rule import StateSpec, UpdateRule
 
-REMAINDER_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
-"""The data type of the state buffer that completes a weight to its fp32 master, by the weight's dtype."""
+REMAINDER_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None, torch.uint8: None}
+"""The data type of the state buffer that completes a weight to its fp32 master, by the weight's dtype. A unit of bytes
+has frozen weights alone."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,8 @@ class TestConstructorArguments:
         )
         message = self.refused(gradient_accumulation_dtype=torch.float16)
         assert message.startswith("gradients are reduced in torch.bfloat16 (communication_data_type) and added up in")
-        assert self.refused(dtype=torch.float64).startswith("parameter weight is torch.float64, but")
+        message = self.refused(dtype=torch.float64)
+        assert message.startswith("parameter weight is torch.float64 and requires a gradient, but DS-Slide trains")
 
     def test_what_deepspeed_gives_for_parameters_of_other_dtypes_is_accepted(self):
         """The keys are the engine's defaults, which follow the enabled precision and not the parameters."""

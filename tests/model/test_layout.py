@@ -6,10 +6,21 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_slide.model.layout import ALIGNMENT, Entry, ParameterInfo, Segment, UnitLayout, build_layout, piece, with_later
+from ds_slide.model.layout import (
+    ALIGNMENT,
+    Entry,
+    ParameterInfo,
+    Segment,
+    UnitLayout,
+    build_layout,
+    piece,
+    pieces,
+    with_later,
+)
 
 # No deadline: a loaded machine is slow, not wrong.
 properties = settings(deadline=None)
@@ -25,11 +36,19 @@ def parameter_lists(draw: st.DrawFn) -> list[ParameterInfo]:
     return [ParameterInfo(f"p{i}", shape, math.prod(shape), group) for i, (shape, group) in enumerate(drawn)]
 
 
+@st.composite
+def byte_lists(draw: st.DrawFn) -> list[ParameterInfo]:
+    """Frozen tensors of any data type."""
+    dtypes = st.sampled_from([torch.bool, torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.int32, torch.float64])
+    drawn = draw(st.lists(st.tuples(shapes, dtypes), max_size=6))
+    return [ParameterInfo(f"b{i}", shape, math.prod(shape), None, dtype) for i, (shape, dtype) in enumerate(drawn)]
+
+
 def ranges(layout: UnitLayout, space: str) -> list[tuple[int, int]]:
     """Used [start, stop) of every entry in the local state buffers or in the slot."""
     if space == "local":
-        return [(entry.offset, entry.offset + entry.partition_numel) for entry in layout.entries]
-    return [(entry.slot_offset, entry.slot_offset + entry.numel) for entry in layout.entries]
+        return [(entry.place.start, entry.place.stop) for entry in layout.entries]
+    return [(entry.slot_place.start, entry.slot_place.stop) for entry in layout.entries]
 
 
 def assert_packed(used: list[tuple[int, int]], total: int) -> None:
@@ -220,3 +239,46 @@ def test_what_is_trainable_later_follows_what_was(
     covered = [(segment.start, segment.stop) for segment in after.segments]
     assert [start for start, _ in covered] == [0, *(stop for _, stop in covered)][: len(covered)]
     assert (covered[-1][1] if covered else 0) == after.trainable_numel
+
+
+@properties
+@given(parameter_lists(), byte_lists(), world_sizes, st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]))
+def test_tensors_of_any_data_type_come_back_from_their_bytes(
+    parameters: list[ParameterInfo], frozen: list[ParameterInfo], world_size: int, unit_dtype: torch.dtype
+) -> None:
+    """Each rank stores its part of every tensor, and the slot that is filled with all parts has the whole ones."""
+    layout = build_layout([*parameters, *frozen], world_size, unit_dtype.itemsize)
+    assert_packed(ranges(layout, "local"), layout.local_numel)
+    assert_packed(ranges(layout, "slot"), layout.slot_numel)
+    tensors = {
+        info.name: torch.randint(0, 2, (info.numel * (info.dtype or unit_dtype).itemsize,), dtype=torch.uint8)
+        .view(info.dtype or unit_dtype)
+        .view(info.shape)
+        for info in (*parameters, *frozen)
+    }
+    parts = [torch.zeros(layout.local_numel, dtype=unit_dtype) for _ in range(world_size)]
+    for rank, part in enumerate(parts):
+        for entry in layout.entries:
+            start, stop = piece(entry, rank)
+            items = entry.stored(tensors[entry.name].reshape(-1)[start:stop], unit_dtype)
+            assert items.numel() <= entry.place.stop - entry.place.start
+            part[entry.offset : entry.offset + items.numel()] = items
+    slot = torch.zeros(layout.slot_numel, dtype=unit_dtype)
+    for rank, source, place in pieces(layout):
+        slot[place] = parts[rank][source]
+    for entry in layout.entries:
+        found = entry.viewed(slot[entry.slot_place], entry.numel).view(entry.shape)
+        expected = tensors[entry.name]
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+
+
+def test_carried_tensors_lie_behind_the_parameters_of_one_rank() -> None:
+    trained, beside = ParameterInfo("trained", (3,), 3, 0), ParameterInfo("beside", (5,), 5, None, torch.int32)
+    layout = build_layout([trained], 1, 2, [beside])
+    assert [entry.name for entry in layout.entries] == ["trained"]
+    (entry,) = layout.carried
+    assert entry.place == slice(ALIGNMENT, ALIGNMENT + 10) and layout.local_numel == 2 * ALIGNMENT
+    assert with_later(layout, {}) == layout
+    with pytest.raises(ValueError, match="world_size is 2, but"):
+        build_layout([trained], 2, 2, [beside])

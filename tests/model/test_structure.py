@@ -450,3 +450,71 @@ def test_nested_lists_cannot_both_be_named() -> None:
     for paths in (["layers", "layers.1"], ["layers.1", "layers"]):
         with pytest.raises(SlideConfigError, match=r"ds_slide\.blocks\[1\]: .* overlaps"):
             find_structure(model, paths)
+
+
+def packed(linear: nn.Linear) -> nn.Linear:
+    """A layer with a frozen int8 weight."""
+    linear.weight = nn.Parameter(torch.zeros(linear.weight.shape, dtype=torch.int8), requires_grad=False)
+    return linear
+
+
+def test_packed_weights_move_as_bytes_of_their_block() -> None:
+    """Most of a block decides: bytes, or the data type of what is not packed. Small frozen parameters stay parts."""
+    model = Model(width=512, vocabulary=16).bfloat16().requires_grad_(False)
+    packed(model.layers[0].up)
+    packed(model.layers[0].down)
+    packed(model.layers[1].up)
+    model.layers[1].up.weight.data = torch.zeros(64, 512, dtype=torch.int8)
+    adapter = nn.Parameter(torch.zeros(4, 512))
+    for layer in model.layers:
+        layer.adapter = nn.Parameter(torch.zeros_like(adapter))
+    structure = find_structure(model)
+    first, second, third = structure.blocks
+    assert (first.precision.weight, second.precision.weight) == (torch.uint8, torch.bfloat16)
+    assert first.as_bytes == {"layers.0.up.weight", "layers.0.down.weight"}
+    assert second.as_bytes == {"layers.1.up.weight"} and not third.as_bytes
+    assert [part.name for part in structure.parts] == [
+        "layers.0 (float32)",
+        "layers.0 (bfloat16)",
+        "layers.1 (float32)",
+        "layers.2 (float32)",
+    ]
+    assert all(unit.precision.weight != torch.uint8 for unit in structure.outer_units)
+
+
+def test_large_frozen_weights_beside_packed_ones_move_with_them() -> None:
+    model = Model(width=512, vocabulary=16).bfloat16().requires_grad_(False)
+    for layer in model.layers:
+        packed(layer.up)
+        layer.up.weight.data = torch.zeros(8192, 512, dtype=torch.int8)
+    assert [block.as_bytes for block in find_structure(model).blocks] == [
+        {f"layers.{number}.up.weight", f"layers.{number}.down.weight"} for number in range(3)
+    ]
+
+
+class Buffers(nn.Module):
+    """A layer without parameters: its weight is in an int32 buffer, with scales."""
+
+    def __init__(self, width: int, *, saved: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(width // 8, width, dtype=torch.int32), persistent=saved)
+        self.register_buffer("scales", torch.zeros(width // 16, width).half())
+        self.register_buffer("statistics", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_buffers_of_packed_weights_are_found_and_move_with_their_block() -> None:
+    model = Model(width=128, vocabulary=16).bfloat16().requires_grad_(False)
+    for layer in model.layers:
+        layer.up = layer.down = nn.Identity()
+        layer.packed = Buffers(128)
+        layer.masks = Buffers(128, saved=False)
+    blocks = find_structure(model).blocks
+    assert block_names(find_structure(model)) == ["layers.0", "layers.1", "layers.2"]
+    assert [each.name for each in blocks[1].carried] == ["layers.1.packed.qweight"]
+    assert {"layers.1.norm.weight", "layers.1.norm.bias"} == blocks[1].as_bytes
+    model.layers[2].packed = model.layers[1].packed
+    assert not find_structure(model).blocks[2].carried
+    assert not find_structure(model, carries=False).blocks[0].carried

@@ -211,7 +211,7 @@ def distance_of_masters(found: Result, expected: Result, start: nn.Module) -> fl
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal to the bit, so that 0 and -0 differ and NaN equals itself."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left.view(bits), right.view(bits))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from ds_slide.compression.codec import GradientCodec, Identity
 from ds_slide.compression.lsp.codec import Lsp, subspace
 from ds_slide.config import SlideConfig
+from ds_slide.model.carried import Carried
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import Precision, UnitSpec, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
@@ -152,6 +153,16 @@ class UnitPlan:
     chunk_rows: int = 0
     """Rows of a chunk of an outer module (one matrix) that is streamed through the GPU; 0: the whole unit is on the
     GPU."""
+
+    @property
+    def carried(self) -> list[tuple[Carried, str]]:
+        """The frozen tensors that move with the parameters, each with the name of its place in the layout."""
+        name_of = {id(p): name for name, p in self.spec.parameters}
+        return [
+            (each, name_of[id(each.of)] if each.is_alias else each.name)
+            for each in self.spec.carried
+            if not each.is_alias or id(each.of) in name_of
+        ]
 
     @property
     def dtype(self) -> torch.dtype:

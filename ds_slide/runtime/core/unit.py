@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ds_slide.compression.codec import GradientCodec
-from ds_slide.model.layout import UnitLayout
+from ds_slide.errors import SlideError
+from ds_slide.model.layout import Entry, UnitLayout
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.settings import UnitPlan
 from ds_slide.runtime.core.update import SquareSum, Trained, Update
@@ -148,6 +149,7 @@ class Unit:
         (`ds_slide.runtime.weights.rows`)."""
         self.way_back: WayBack | None = None
         """The way back from speculative updates; None where there is none."""
+        self._carried = plan.carried
         self.lay_out(plan.layout, plan.parameters, state, plan.codec)
 
     def lay_out(
@@ -159,6 +161,11 @@ class Unit:
         self.parameters = list(parameters)
         self.state = state
         self.codec = codec
+        places = {entry.name: entry for entry in (*layout.entries, *layout.carried)}
+        self.carried = [CarriedTensor(each.tensor, places[name], each.of) for each, name in self._carried]
+        """Frozen tensors that are bound together with the parameters."""
+        self.dtypes = [entry.dtype or self.parameter_dtype for entry in layout.entries]
+        """The data types of the parameters that a script sees outside of a forward."""
         self.spans = state.optimizer.spans(_spans(codec.numel, self.spec.kind, layout.world_size))
         """Spans of the trainable state buffers. They are copied down, updated and copied up again one after the
         other."""
@@ -176,7 +183,8 @@ class Unit:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """The data type of its parameters that a script sees outside of a forward."""
+        """The data type of its parameters that a script sees outside of a forward, except those kept as bytes
+        (`dtypes`)."""
         return self.spec.precision.parameter
 
     @property
@@ -256,15 +264,73 @@ class Unit:
         self.gradient.taken = None
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return one view per parameter, in its own shape, of a buffer in slot layout (at least `slot_numel` elements).
-        Parameters keep the views after an evaluation in inference mode, so they are made outside of it: no graph may
-        save inference tensors."""
+        """Return one view per parameter, and then one per carried tensor, in its own shape, of a buffer in slot layout
+        (at least `slot_numel` elements). Parameters keep the views after an evaluation in inference mode, so they are
+        made outside of it: no graph may save inference tensors."""
         with torch.inference_mode(False):
             buffer = buffer.view(self.dtype)
-            return [
-                buffer[entry.slot_offset : entry.slot_offset + entry.numel].view(entry.shape)
-                for entry in self.layout.entries
-            ]
+            places = (*self.layout.entries, *(each.entry for each in self.carried))
+            return [entry.viewed(buffer[entry.slot_place], entry.numel).view(entry.shape) for entry in places]
+
+    def find_carried_home(self) -> None:
+        """Point the carried tensors to the state buffer of the weights, which has a new place, or is there at last."""
+        for each in self.carried:
+            if each.entry in self.layout.entries:  # a second name of a parameter's memory is as empty as the parameter
+                each.home = each.tensor.data.new_empty(0)
+            else:
+                view = self.state.weights.buffer.view(each.entry.place)
+                assert view is not None  # they are not carried where weights may be on SSD
+                each.home = each.entry.viewed(view, each.entry.numel).view(each.entry.shape)
+            each.tensor.data = each.home
+
+    def bind_carried(self, views: Sequence[torch.Tensor]) -> None:
+        """Point the carried tensors to `views` for a forward or backward."""
+        for each, view in zip(self.carried, views, strict=True):
+            each.tensor.data = view
+            each.version = each.tensor._version
+
+    def bring_carried_home(self) -> None:
+        """Point the carried tensors to host memory, where they are whole between forwards. Raises SlideError where a
+        forward or backward has written one: the write would be lost."""
+        for each in self.carried:
+            each.tensor.data = each.home
+        for each in self.carried:
+            each.require_unchanged(self.name)
+
+    def lend_carried(self, parameter: nn.Parameter, device: torch.device) -> None:
+        """Bring copies of what is read together with a gathered parameter to `device`."""
+        for each in self.carried:
+            if each.of is parameter and each.home.numel():
+                each.tensor.data = each.home.to(device)
+
+    def note_carried_writes(self) -> None:
+        """Let the weights be fetched again where a script has written a carried tensor between forwards."""
+        if any(each.version != each.tensor._version for each in self.carried):
+            self.version += 1
+
+
+class CarriedTensor:
+    """A frozen tensor that moves with a block, and its place in the layout."""
+
+    def __init__(self, tensor: torch.Tensor, entry: Entry, of: nn.Parameter | None) -> None:
+        """`of`: the packed parameter that is read together with it, if any."""
+        self.tensor = tensor
+        self.entry = entry
+        self.of = of
+        self.home = tensor.data
+        """Its memory while the block is not bound."""
+        self.version = tensor._version
+        """Autograd's count of its writes, when it was bound last."""
+
+    def require_unchanged(self, unit: str) -> None:
+        """Raise SlideError where the tensor has been written in place since it was bound."""
+        if self.tensor._version != self.version:
+            self.version = self.tensor._version
+            raise SlideError(
+                f"{self.entry.name} was written by a forward of {unit}, but it is a large buffer beside packed "
+                "weights, which DS-Slide streams as frozen bytes, so the write would be lost; register what a forward "
+                "writes with persistent=False"
+            )
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

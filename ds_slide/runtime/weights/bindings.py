@@ -36,17 +36,21 @@ class Bindings:
         """The block bound for the graph of a backward, until another block is bound for it."""
 
     def bind(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
-        """Point the unit's parameters to `views`, one per parameter, in its own shape."""
+        """Point the unit's parameters and carried tensors to `views`, one each, in its own shape."""
         self._clients.set_availability(unit.parameters, Binding.COMPUTING)
-        for parameter, view in zip(unit.parameters, views, strict=True):
+        for parameter, view in zip(unit.parameters, views, strict=not unit.carried):
             parameter.data = view
+        if unit.carried:
+            unit.bind_carried(views[len(unit.parameters) :])
 
     def unbind(self, unit: Unit) -> None:
-        """Point the unit's parameters to empty tensors."""
+        """Point the unit's parameters to empty tensors, and its carried tensors to host memory."""
         self.residents.leave(unit)
-        empty = self._parts.empty.tensors[unit.parameter_dtype]
-        for parameter in unit.parameters:
-            parameter.data = empty
+        empty = self._parts.empty.tensors
+        for parameter, dtype in zip(unit.parameters, unit.dtypes, strict=True):
+            parameter.data = empty[dtype]
+        if unit.carried:
+            unit.bring_carried_home()
         self._clients.set_availability(unit.parameters, Binding.ABSENT)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
@@ -55,6 +59,8 @@ class Bindings:
         """Bind a block to a slot, and make the compute stream wait until it is filled. `direction`: see
         `Window.acquire`."""
         assert self._window is not None
+        if unit.carried:
+            unit.note_carried_writes()
         speculating = self._parts.updating.speculating
         if speculating.of(unit) is not None:
             speculating.take_back((unit,), self._window)

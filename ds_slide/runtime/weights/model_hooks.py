@@ -47,7 +47,8 @@ class WideHooks:
     def on(cls, root: nn.Module, units: Sequence[Unit], device_type: str) -> list[WideHooks]:
         """Return hooks for every module that owns narrowed parameters, and for every block with such modules: a block
         checks the data types of their weights before it calls them."""
-        wide = {id(p): unit.parameter_dtype for unit in units if unit.spec.precision.narrowed for p in unit.parameters}
+        narrowed = [unit for unit in units if unit.spec.precision.narrowed]
+        wide = {id(p): dtype for unit in narrowed for p, dtype in zip(unit.parameters, unit.dtypes, strict=True)}
         if not wide:
             return []
         hooks = []

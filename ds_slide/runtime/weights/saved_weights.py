@@ -208,7 +208,7 @@ def _parameter_at(unit: Unit, tensor: torch.Tensor) -> nn.Parameter | None:
     """Return the parameter of `unit` on the memory of `tensor`, which is no view of it for autograd."""
     start = tensor.storage_offset() * tensor.element_size()
     for parameter, entry in zip(unit.parameters, unit.layout.entries, strict=True):
-        if 0 <= start - entry.slot_offset * unit.dtype.itemsize < entry.numel * unit.dtype.itemsize:
+        if 0 <= start - entry.slot_offset * unit.dtype.itemsize < entry.items(entry.numel) * unit.dtype.itemsize:
             return parameter
     return None
 

@@ -1,0 +1,194 @@
+"""Adapters on frozen weights that are packed: they stream as bytes, beside what trains.
+
+The window is smaller than the model, and an evaluation between forward and backward gives the blocks other slots: what
+a library keeps for backward by itself must not be the content of a slot.
+
+bitsandbytes is not among the packages of `make test`; the client environment `trl` has it (`make test-clients`).
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Result, batches, differences, ds_config, engine_for, on_ssd, plain_training, states_of, train
+from packed import BITSANDBYTES, PLAIN, forward_between, packed_model
+
+from ds_slide.errors import SlideConfigError, SlideError
+from ds_slide.integration.activation import move_all_but_parameters
+
+WINDOW = {"window": 3, "gpu_states": 0}
+STEPS = 2
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+KINDS = [*PLAIN, *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES)]
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are small, so tensors beside their packed weights are."""
+    monkeypatch.setattr("ds_slide.model.carried.LEAST_BYTES", 256)
+
+
+def trained(kind: str, config: dict[str, Any], **options: Any) -> Result:
+    model = packed_model(kind, **options)
+    with engine_for(model, config) as engine:
+        result = train(engine, batches(STEPS), forward_between)
+        result.states = states_of(model)
+    return result
+
+
+@functools.cache
+def streamed(kind: str) -> Result:
+    return trained(kind, ds_config(WINDOW))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_states_are_plain_torchs(kind: str) -> None:
+    model = packed_model(kind)
+    if kind == "fp8":  # DeepSpeed converts the fp32 scales, which are parameters of the model, to bf16
+        for name, parameter in model.named_parameters():
+            if name.endswith("weight_scale_inv"):
+                parameter.data = parameter.data.bfloat16()
+    plain = plain_training(model, batches(STEPS), 1.0, loss_of=forward_between)
+    assert differences(streamed(kind), plain) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_checkpointing_changes_no_bit(kind: str, reentrant: bool) -> None:
+    found = trained(kind, ds_config(WINDOW), checkpoints={"use_reentrant": reentrant})
+    assert differences(found, streamed(kind)) == []
+
+
+CARRIED = {
+    "nf4": {"weight.absmax"},
+    "fp4": {"weight.absmax"},
+    "nf4_double": {"weight.absmax", "weight.nested_code"},
+    "int8": {"weight.SCB", "weight.CB"},
+    "buffers": {"qweight", "scales", "qzeros"},
+    "fp8": set(),
+    "mixed": set(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_beside_packed_weights_moves_with_the_block(kind: str) -> None:
+    """On the GPU there is no more than the outer modules, the slots, and adapters and norms."""
+    layer = "model.layers.2.mlp.up_proj."
+    with engine_for(packed_model(kind), ds_config(WINDOW)) as engine:
+        (block,) = [unit for unit in engine.optimizer.runtime.blocks if unit.name == "model.layers.2"]
+        names = {each.name for each in block.spec.carried if each.name.startswith(layer)}
+        assert {name.removeprefix(layer) for name in names} == CARRIED[kind]
+        frozen = [entry for entry in block.layout.entries if not entry.trainable]
+        assert sum(entry.numel for entry in frozen) > 1000 or kind == "buffers"
+        assert block.dtype == (torch.bfloat16 if kind == "mixed" else torch.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_continues_to_the_bit(kind: str, tmp_path: Path) -> None:
+    """And the checkpoint holds the packed weights once: tensors in a block are views of a state buffer."""
+    with engine_for(packed_model(kind), ds_config(WINDOW)) as engine:
+        first = train(engine, batches(STEPS)[:1], forward_between)
+        engine.save_checkpoint(tmp_path)
+    model = packed_model(kind)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or "norm" in name:
+                parameter.zero_()
+    with engine_for(model, ds_config(WINDOW)) as engine:
+        # bitsandbytes' layers save the states of their weights, but load none. Trainer loads like this, too.
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        result = train(engine, batches(STEPS)[1:], forward_between)
+        result.states = states_of(model)
+    result.losses = first.losses + result.losses
+    assert differences(result, streamed(kind)) == []
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*.pt"))
+    tensors = {id(tensor): tensor for tensor in (*packed_model(kind).state_dict().values(),)}
+    assert written < 1.1 * sum(tensor.nbytes for tensor in tensors.values()) + 1_000_000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("way", ["ssd", "gpu", pytest.param("two passes", marks=pytest.mark.slow)])
+def test_places_change_no_bit(kind: str, way: str, disk: Path) -> None:
+    config = {
+        "ssd": lambda: on_ssd(ds_config({"window": 2, "gpu_states": 0}), disk),
+        "gpu": lambda: ds_config({"gpu_states": 2_000_000}),
+        "two passes": lambda: ds_config({"window": 2, "gpu_states": 0, "update_passes": 2}),
+    }[way]()
+    assert differences(trained(kind, config), streamed(kind)) == []
+
+
+def test_buffers_are_whole_between_forwards_and_after_the_engine() -> None:
+    model = packed_model("buffers")
+    expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def as_expected(found: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(found[name], buffer) for name, buffer in expected.items() if name in found)
+
+    with engine_for(model, ds_config(WINDOW)) as engine:
+        unit = engine.optimizer.runtime.blocks[2]
+        assert len(unit.carried) >= 7
+        train(engine, batches(1))
+        assert as_expected(dict(model.named_buffers())) and as_expected(model.state_dict())
+    assert as_expected(dict(model.named_buffers())) and as_expected(model.state_dict())
+    with engine_for(model, ds_config(WINDOW)) as engine:
+        train(engine, batches(1))
+        assert as_expected(dict(model.named_buffers()))
+
+
+def test_packed_weights_in_buffers_wait_for_the_engine() -> None:
+    """DeepSpeed moves buffers to the accelerator at first, where such a model may have no room."""
+    model = packed_model("buffers")
+    layer = model.model.layers[0].mlp.gate_proj
+    layer.register_buffer("small", torch.zeros(2))
+    move_all_but_parameters(model, torch.device("meta"))
+    devices = {name: buffer.device.type for name, buffer in layer.named_buffers()}
+    assert devices == {"qweight": "cpu", "scales": "cpu", "qzeros": "cpu", "small": "meta"}
+    assert model.model.embed_tokens.weight.device.type == "cpu"
+    assert {buffer.device.type for buffer in model.model.rotary_emb.buffers()} == {"meta"}
+
+
+def test_a_buffer_that_a_script_writes_is_used_from_then_on() -> None:
+    seen = []
+    for written in (False, True):
+        model = packed_model("buffers")
+        if not written:
+            model.model.layers[1].mlp.gate_proj.scales.mul_(2.0)
+        with engine_for(model, ds_config({"window": 5, "gpu_states": 0})) as engine:
+            engine(**batches(1)[0])
+            if written:
+                model.model.layers[1].mlp.gate_proj.scales.mul_(2.0)
+            seen.append(train(engine, batches(1)).losses)
+    assert seen[0] == seen[1]
+
+
+def test_a_buffer_that_a_forward_writes_is_refused() -> None:
+    model = packed_model("buffers")
+    layer = model.model.layers[1].mlp.gate_proj
+    layer.register_forward_pre_hook(lambda module, _: [module.scales.mul_(1.0)] and None)
+    with (
+        engine_for(model, ds_config(WINDOW)) as engine,
+        pytest.raises(SlideError, match=r"mlp\.gate_proj\.scales was written by a forward of model\.layers\.1, but"),
+    ):
+        engine(**batches(1)[0])
+
+
+def test_a_trained_parameter_of_such_a_data_type_is_refused() -> None:
+    model = packed_model("fp8")
+    model.model.layers[0].mlp.gate_proj.weight.requires_grad_(True)
+    with (
+        pytest.raises(
+            SlideConfigError,
+            match=r"mlp\.gate_proj\.weight is torch\.float8_e4m3fn and requires a gradient, but DS-Slide trains .*"
+            r"freeze it with requires_grad_\(False\), which any data type allows",
+        ),
+        engine_for(model, ds_config(WINDOW)),
+    ):
+        pass

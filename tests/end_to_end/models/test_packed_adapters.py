@@ -1,0 +1,124 @@
+"""PEFT's adapters on models that transformers has quantised with bitsandbytes, in the documented order, beside plain
+torch. See `test_packed` for where these tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import batches, differences, ds_config, engine_for, llama, plain_training, states_of, train
+from packed import SHAPE, forward_between
+from torch import nn
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.clients]
+
+WINDOW = {"window": 3, "gpu_states": 0}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+BASES: dict[str, dict[str, Any]] = {
+    "nf4": NF4,
+    "nf4 double": NF4 | {"bnb_4bit_use_double_quant": True},
+    "nf4 in bf16": NF4 | {"bnb_4bit_quant_storage": torch.bfloat16},
+    "fp4": NF4 | {"bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+# Base, whether it is a mixture of experts, whether it is checkpointed, and settings of the adapter.
+CASES: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
+    "lora": ("nf4", False, True, {}),
+    "dora": ("nf4 double", False, True, {"use_dora": True}),
+    "modules_to_save": ("fp4", False, False, {"modules_to_save": ["lm_head"]}),
+    "storage": ("nf4 in bf16", False, False, {"use_rslora": True}),
+    "int8": ("int8", False, True, {}),
+    "experts": ("nf4", True, False, EXPERTS),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """A dense model and a mixture of experts (fused, 3-D), saved in bf16."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("bases")
+    llama(0, **SHAPE).bfloat16().save_pretrained(folder / "dense")
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, use_cache=False)
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder / "mixture")
+    return {False: folder / "dense", True: folder / "mixture"}
+
+
+def base_of(name: str, path: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(**BASES[name])
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=quantization, device_map={"": "cpu"}, dtype=torch.bfloat16
+    )
+    return model
+
+
+def adapted(case: str, saved: dict[bool, Path]) -> nn.Module:
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    base, mixture, checkpointed, options = CASES[case]
+    model = prepare_model_for_kbit_training(
+        base_of(base, saved[mixture]),
+        use_gradient_checkpointing=checkpointed,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )
+    torch.manual_seed(3)
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False} | options
+    return get_peft_model(model, LoraConfig(**settings)).train()
+
+
+def cast(model: nn.Module) -> nn.Module:
+    """As DeepSpeed does it with `bf16.enabled`."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_states_are_plain_torchs(case: str, saved: dict[bool, Path]) -> None:
+    plain = plain_training(cast(adapted(case, saved)), batches(2), 1.0, loss_of=forward_between)
+    model = adapted(case, saved)
+    with engine_for(model, ds_config(WINDOW)) as engine:
+        found = train(engine, batches(2), forward_between)
+        found.states = states_of(model)
+    assert differences(found, plain) == []
+
+
+def test_adapters_resume_generate_save_and_merge(saved: dict[bool, Path], tmp_path: Path) -> None:
+    import deepspeed
+    from peft import PeftModel
+
+    model, tokens = adapted("lora", saved), torch.arange(1, 9)[None]
+    with engine_for(model, ds_config(WINDOW)) as engine:
+        train(engine, batches(1))
+        engine.save_checkpoint(tmp_path / "checkpoint")
+        expected = train(engine, batches(3)[1:])
+        expected.states = states_of(model)
+    model = adapted("lora", saved)
+    with engine_for(model, ds_config(WINDOW)) as engine:
+        engine.load_checkpoint(tmp_path / "checkpoint", load_module_strict=False)
+        found = train(engine, batches(3)[1:])
+        found.states = states_of(model)
+        assert differences(found, expected) == []
+        model.eval()
+        generated = model.generate(input_ids=tokens, max_new_tokens=8, do_sample=False)
+        with deepspeed.zero.GatheredParameters([p for p in model.parameters() if p.requires_grad]):
+            model.save_pretrained(tmp_path / "adapter")
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            merged = {name: p.detach().clone() for name, p in model.merge_and_unload().named_parameters()}
+    offline = cast(PeftModel.from_pretrained(base_of("nf4", saved[False]), tmp_path / "adapter")).eval()
+    for module in offline.modules():  # bitsandbytes has another multiplication for evaluations on some CPUs
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    assert torch.equal(offline.generate(input_ids=tokens, max_new_tokens=8, do_sample=False), generated)
+    for name, parameter in offline.merge_and_unload().named_parameters():
+        assert torch.equal(parameter, merged[name]), name

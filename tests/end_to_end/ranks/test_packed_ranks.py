@@ -1,0 +1,55 @@
+"""Adapters on packed weights on two ranks over gloo: each rank holds a part of every packed tensor, as bytes."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import two_ranks
+from harness import Result, differences
+from packed import BITSANDBYTES, PLAIN
+from packed_ranks_worker import STEPS, WAYS
+
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+KINDS = [
+    *(pytest.param(kind, marks=pytest.mark.slow) if kind == "buffers" else kind for kind in PLAIN),
+    *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks have left that have run the kinds of this session, once for all tests."""
+    kinds = dict.fromkeys(row["kind"] for row in two_ranks.asked_for(request))
+    # gloo gathers no fp8, which stock would ask of it.
+    runs = [(kind, way) for kind in kinds for way in WAYS if (kind, way) != ("fp8", "stock")]
+    return two_ranks.run("packed_ranks_worker.py", tmp_path_factory.mktemp("ranks"), json.dumps(runs))
+
+
+def result(seen: dict[str, Any], name: str) -> Result:
+    return Result(losses=seen[name]["losses"], states=seen[name]["states"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ways_of_weights_change_no_bit(kind: str, seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert len(rank[f"{kind} shared"]["losses"]) == STEPS
+        assert differences(result(rank, f"{kind} shared"), result(rank, f"{kind} gathered")) == []
+    states = [Result(states=rank[f"{kind} shared"]["states"]) for rank in seen]
+    assert differences(*states) == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "fp8"])
+def test_losses_and_packed_weights_are_stocks(kind: str, seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        stock = rank[f"{kind} stock"]
+        assert rank[f"{kind} shared"]["losses"] == pytest.approx(stock["losses"], abs=2.0**-9)
+        for name, states in stock["states"].items():
+            if "master" not in states:
+                found = rank[f"{kind} shared"]["states"][name]["weight"]
+                assert found.dtype == states["weight"].dtype
+                assert torch.equal(found.view(torch.uint8), states["weight"].view(torch.uint8)), name
