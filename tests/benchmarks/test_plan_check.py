@@ -48,8 +48,10 @@ def test_forecasts_are_near_the_records_of_older_engines() -> None:
     assert all(measured == predicted for measured, predicted in decided)
 
 
-@pytest.mark.parametrize(("every", "count"), [(3, 9), pytest.param(1, 27, marks=pytest.mark.slow)])
-def test_forecasts_are_near_the_records_of_the_sweep(every: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "count", "median"), [(3, 9, 0.07), pytest.param(1, 27, 0.05, marks=pytest.mark.slow)]
+)
+def test_forecasts_are_near_the_records_of_the_sweep(every: int, count: int, median: float) -> None:
     first, *others = found = compared(SWEEP, every)
     # Beside accumulation states filled what nothing needs, as they do no more.
     decided = [each.decided for each in found if each.decided and "2048 x 4" not in each.what]
@@ -58,7 +60,7 @@ def test_forecasts_are_near_the_records_of_the_sweep(every: int, count: int) -> 
     assert abs(first.error("host peak") or 1) < 0.08  # its process compiled the kernels
     steps = sorted(abs(each.error("step") or 0) for each in found)
     # The worst are of 0.5 B, whose host is not forecast.
-    assert steps[-1] < 0.21 and steps[-4] < 0.1 and steps[len(steps) // 2] < 0.05
+    assert steps[-1] < 0.21 and steps[-4] < 0.1 and steps[len(steps) // 2] < median
     for each in others:
         assert abs(each.error("host peak") or 0) < 0.008, each.what
         # The kernel of the loss saw the whole card, of which torch might take a twelfth.

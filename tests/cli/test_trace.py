@@ -153,7 +153,7 @@ def test_damage_ends_in_a_sentence(third: int, tmp_path: Path, ds_slide: Callabl
         broken = json.loads(text)
         change(broken)
         damaged.write_text(json.dumps(broken))
-        ran = ds_slide("trace", damaged, *(["--plot", tmp_path / "step.svg"] if draws and number % 7 == 0 else []))
+        ran = ds_slide("trace", damaged, *(["--plot", tmp_path / "step.svg"] if draws and number % 30 == 0 else []))
         if ran.code:
             assert ran.error.startswith(f"ds-slide trace: {damaged} "), where
             ends += 1

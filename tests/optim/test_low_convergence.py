@@ -13,7 +13,7 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32, to_fp32
 from ds_slide.optim.rule import Elements
 
-VOCABULARY, LENGTH, BATCH, WIDTH, STEPS = 24, 24, 24, 48, 240
+VOCABULARY, LENGTH, BATCH, WIDTH, STEPS = 24, 24, 24, 48, 160
 
 
 class Moments:
@@ -93,7 +93,7 @@ def train(state: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("state", [pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 def test_a_transformer_learns_as_with_fp32_moments(state):
-    """Over three seeds the losses were at most 0.1 % higher, and up to 0.4 % lower."""
+    """Over three seeds and 240 steps the losses were at most 0.1 % higher, and up to 0.4 % lower."""
     first, expected = train("fp32")
     assert expected < 0.6 * first, "the task can be learned and is"
     assert train(state)[1] <= 1.01 * expected
