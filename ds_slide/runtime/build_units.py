@@ -58,7 +58,7 @@ def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) 
         state = _state_on_gpu(context, unit_plan, held or unit_plan.codec.dtype)
     else:
         state = _state(context, unit_plan, order, ssd)
-    unit = Unit(unit_plan, order, state, Future.kept(context.failures), held)
+    unit = Unit(unit_plan, order, state, Future.completed(context.failures), held)
     unit.way_back = _way_back(context, unit, keeps_weight=several)
     unit.is_gathered = several and (context.shared is None or on_gpu or order in ssd.weights)
     if state.writes_change or (on_gpu and not several):

@@ -61,7 +61,7 @@ def end(runtime: SlideRuntime) -> None:
 def _why_incomplete(units: Sequence[Unit]) -> str:
     """Return which update of weights in memory has not run, after the lanes have ended; empty where all have run."""
     for unit in units:
-        if unit.state.weights.buffer.tensor is not None and not unit.updated.is_kept:
+        if unit.state.weights.buffer.tensor is not None and not unit.updated.is_complete:
             return f"it ended before the update of {unit.name} was done"
     return ""
 

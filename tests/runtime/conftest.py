@@ -86,7 +86,7 @@ def make_unit(order: int, failures: Failures) -> Unit:
     states = {spec.name: InMemory(torch.zeros(NUMEL)) for spec in specs}
     state = UnitState(specs, WeightsInMemory(InMemory(weight)), StatesInMemory(specs, states), NotHeld())
     plan = UnitPlan(spec, layout, [parameter], Identity(layout, torch.float32))
-    return Unit(plan, order, state, Future.kept(failures))
+    return Unit(plan, order, state, Future.completed(failures))
 
 
 @pytest.fixture

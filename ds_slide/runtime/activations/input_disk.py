@@ -155,7 +155,7 @@ class InputDisk:
         def then() -> None:
             for lease in leases:
                 lease.release()
-            place.written.keep()
+            place.written.complete()
 
         def job() -> None:
             down.synchronize()
@@ -201,7 +201,7 @@ class InputDisk:
             place.written.wait()
             fence.synchronize()
             # The lambda holds the place and the buffers until the read has ended, also where they were given up.
-            done = self._requests.around("input read", place.order, place.nbytes, lambda: arriving.here.keep())
+            done = self._requests.around("input read", place.order, place.nbytes, lambda: arriving.here.complete())
             self._space.store.read(_parts(place, leases), done, urgent=True)
 
         self._thread.submit(job)
@@ -210,7 +210,7 @@ class InputDisk:
     def _fence(self, lane: StreamWorker) -> Future:
         """Return a future that the lane keeps at this point: when it has passed, all earlier copies have run."""
         fence = Future(self._failures, "copies of inputs of blocks")
-        lane.submit(lambda: fence.keep(self._context.device.mark(lane.stream, host_waits=True)))
+        lane.submit(lambda: fence.complete(self._context.device.mark(lane.stream, host_waits=True)))
         return fence
 
     @property

@@ -312,7 +312,7 @@ class MovedInputs:
             target.copy_(source, non_blocking=True)
         end = self._context.device.mark(lane.stream, timed=True, host_waits=moved.place is not None and not to_gpu)
         lane.meter.add_interval(start, end, moved.nbytes, ("input", moved.order))
-        done.keep(end)
+        done.complete(end)
 
     def _wait(self, future: Future) -> None:
         wait_on_stream(future, self._context.device, self._context.recorder)

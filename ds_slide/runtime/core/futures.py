@@ -83,7 +83,7 @@ class Failures:
         self.who_has_ended: Callable[[], str] = str
         """Names the other ranks that have ended; empty where that is not known."""
         self.progress = 0
-        """Counts hand-overs: futures kept, transfers and tasks completed. Two threads may count one together: it only
+        """Counts hand-overs: futures, transfers and tasks completed. Two threads may count one together: it only
         has to change."""
 
     # ---- failing -----------------------------------------------------------------------------------------------------
@@ -222,58 +222,58 @@ _making_events = threading.Lock()  # so that all threads that wait for one futur
 
 
 class Future:
-    """A promise that is kept once. The keeper calls `keep(marker)` when the work has been *issued*. The caller of
-    `wait()` gets the marker, and owns the buffer after the marker has passed."""
+    """The result of a hand-over, which is completed once: the worker calls `complete(marker)` when the work has been
+    *issued*. The caller of `wait()` gets the marker, and owns the buffer after the marker has passed."""
 
-    __slots__ = ("_ended", "_failures", "_is_kept", "_marker", "_work", "what")
+    __slots__ = ("_ended", "_failures", "_is_complete", "_marker", "_work", "what")
 
     def __init__(self, failures: Failures, what: str = "a hand-over", work: Presses | None = None) -> None:
         """Make an open future. `what`: what it stands for. `work`: is pressed before a wait begins."""
         self._ended: threading.Event | None = None  # made by the first thread that waits; mostly there is none
-        self._is_kept = False
+        self._is_complete = False
         self._marker = PASSED
         self._failures = failures
         self._work = work
         self.what = what
 
     @classmethod
-    def kept(cls, failures: Failures, marker: Marker = PASSED, what: str = "a hand-over") -> Future:
+    def completed(cls, failures: Failures, marker: Marker = PASSED, what: str = "a hand-over") -> Future:
         """Return a future for work that has been issued already, and ends at `marker`."""
         future = cls(failures, what)
-        future._is_kept, future._marker = True, marker
+        future._is_complete, future._marker = True, marker
         return future
 
-    def keep(self, marker: Marker = PASSED) -> None:
+    def complete(self, marker: Marker = PASSED) -> None:
         self._marker = marker
         if self._failures.traced.is_recording:
             self._failures.traced.kept(self.what)
-        self._is_kept = True
-        # Read the event after `_is_kept` is set. A waiting thread makes the event and then reads `_is_kept`: one of the
-        # two sees the other.
+        self._is_complete = True
+        # Read the event after `_is_complete` is set. A waiting thread makes the event and then reads `_is_complete`: one
+        # of the two sees the other.
         if self._ended is not None:
             self._ended.set()
         self._failures.progressed()
 
     @property
-    def is_kept(self) -> bool:
-        return self._is_kept
+    def is_complete(self) -> bool:
+        return self._is_complete
 
     @property
     def has_ended(self) -> bool:
         """Whether the work has run, so that no stream has to wait for it."""
-        return self._is_kept and self._marker.done()
+        return self._is_complete and self._marker.done()
 
     def wait(self) -> Marker:
         """Block this host thread until the work has been issued; raises when a lane has failed."""
-        if not self._is_kept:
+        if not self._is_complete:
             if self._work is not None:
                 self._work.press()
             with _making_events:
                 ended = self._ended = self._ended or threading.Event()
             with self._failures.waiting(self.what, ended.set):
-                if not self._is_kept:
+                if not self._is_complete:
                     ended.wait()
-            if not self._is_kept:
+            if not self._is_complete:
                 self._failures.raise_first()
         return self._marker
 

@@ -107,7 +107,7 @@ class StreamWorker(_Lane):
         if self._thread is None:
             return
         future = Future(self._failures, f"what the {self.name} lane was given")
-        self.submit(lambda: future.keep(self.device.mark(self.stream, host_waits=True)))
+        self.submit(lambda: future.complete(self.device.mark(self.stream, host_waits=True)))
         future.synchronize()
 
     def end(self) -> None:

@@ -77,7 +77,7 @@ class GradientStatus:
     future `arrived`, and the update lane may fill `square_sum`."""
 
     arrived: Future
-    """Kept when the gradient that was taken last is at its destination."""
+    """Completed when the gradient that was taken last is at its destination."""
     finalized: bool = False
     """Whether this backward's gradient has left the parameters."""
     taken: list[torch.Tensor | None] | None = None
@@ -101,7 +101,7 @@ class Unit:
       lane submits, from `finalize` until `gradient.arrived` is kept. Then it belongs to the update lane until
       `completed` is kept, and to the compute thread otherwise;
     * the other state buffers of `state` belong to the update lane from the moment `updated` and `completed` are
-      replaced by open futures until these are kept: the weights and what completes them to the masters until `updated`,
+      replaced by open futures until these are complete: the weights and what completes them to the masters until `updated`,
       the states of the update rule until `completed` (the same future, but for updates in two passes). The update
       leases them (`UnitState.lease`), span by span, and puts them back. Any other thread waits for the update before it
       reads or writes them, and for state buffers on SSD also until they are written (`StateAccess.settle`). States on
@@ -116,7 +116,7 @@ class Unit:
     def __init__(
         self, plan: UnitPlan, order: int, state: UnitState, updated: Future, held_dtype: torch.dtype | None = None
     ) -> None:
-        """Make a unit without uses. `updated`: a future that is kept. `held_dtype`: the data type of its held gradient
+        """Make a unit without uses. `updated`: a future that is complete. `held_dtype`: the data type of its held gradient
         in host memory or on SSD; None where it is not held."""
         self.spec = plan.spec
         self.dtype = state.dtype_of("weight")

@@ -90,8 +90,8 @@ class Trained:
 
 
 class Update:
-    """The futures of one update of a unit. There is one for each span, kept when the span has its new weights; `done`
-    is kept with the last of them. `completed` is kept when every span has its new states, too. An update in two passes
+    """The futures of one update of a unit. There is one for each span, complete when the span has its new weights; `done`
+    is complete with the last of them. `completed` is complete when every span has its new states, too. An update in two passes
     writes the states in the second pass, and needs the held gradient until then."""
 
     def __init__(self, unit: Unit, failures: Failures, *, two_passes: bool) -> None:
@@ -117,17 +117,17 @@ class Update:
 
     def finish(self, index: int) -> None:
         """Record that span `index` has its new weights."""
-        self.spans[index].keep()
+        self.spans[index].complete()
         with self._lock:
             self._left -= 1
             last = not self._left
         if last:
             if self._unit.shared is not None:
                 self._unit.shared.publish(self._unit, self._version)
-            self.done.keep()
+            self.done.complete()
 
     def finish_states(self) -> None:
         """Record that the second pass has written the states of one more span. Called by the update lane alone."""
         self._left_states -= 1
         if not self._left_states:
-            self.completed.keep()
+            self.completed.complete()

@@ -171,7 +171,7 @@ class Gradients:
 
     def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor, *, final: bool) -> None:
         # From here on the gradient may be there in part if something fails.
-        unit.gradient.arrived = Future.kept(self._failures)
+        unit.gradient.arrived = Future.completed(self._failures)
         accumulate = unit.gradient.ready
         if self._ranks.world_size == 1:
             # Only the norm of the step needs the sum. A backward that is the last one unknowingly leaves it to
@@ -188,7 +188,7 @@ class Gradients:
                     reduced.release(self._device.mark())
                 if final:
                     self.square_sums[unit.order] = square_sum(state_buffer)
-            unit.gradient.arrived = Future.kept(self._failures, self._ranks.mark())
+            unit.gradient.arrived = Future.completed(self._failures, self._ranks.mark())
         unit.gradient.square_sum = SquareSum("device" if final else None)
 
     def add_square_sum(self, unit: Unit, part: torch.Tensor) -> None:
@@ -259,7 +259,7 @@ class Gradients:
             self._through_ring(arrival, store)
             return
         end = self._copy_all(arrival, target)
-        arrival.arrived.keep(end)
+        arrival.arrived.complete(end)
         self._is_held(arrival, end)
 
     def _add_on_arrival(self, arrival: _Arrival, held: Held) -> None:
@@ -283,7 +283,7 @@ class Gradients:
             moved = use(piece, gradient)
             lease.release()
             if piece.stop == numel:
-                arrival.arrived.keep()
+                arrival.arrived.complete()
                 self._is_held(arrival, PASSED)
             return moved
 
@@ -306,7 +306,7 @@ class Gradients:
             marker = self._copy(arrival, span, gradient.whole)
             update.start(index, marker, reserved=True)
         arrival.source.release(marker)
-        arrival.arrived.keep(marker)
+        arrival.arrived.complete(marker)
 
     def _copy_all(self, arrival: _Arrival, target: torch.Tensor) -> Marker:
         """Copy the whole gradient to `target`, and release its source on the GPU."""
@@ -343,7 +343,7 @@ class Gradients:
         try:
             return self._reduce(unit, staging)
         except BaseException:
-            staging.free.keep(self._device.mark())
+            staging.free.complete(self._device.mark())
             raise
 
     def pack_early(self, unit: Unit) -> Staging | None:
@@ -352,7 +352,7 @@ class Gradients:
         if (
             unit.state.writes_change
             or len(self._early) + 1 >= len(self._stagings)
-            or not self._next_staging().free.is_kept
+            or not self._next_staging().free.is_complete
         ):
             return None
         staging = self._take_staging()
@@ -367,7 +367,7 @@ class Gradients:
     def drop(self, staging: Staging) -> None:
         """Give back a staging buffer that was packed early: its gradient is not averaged."""
         self._early.discard(staging)
-        staging.free.keep(self._device.mark())
+        staging.free.complete(self._device.mark())
 
     def _accumulate(self, arrival: _Arrival, held: Held, piece: slice, gradient: torch.Tensor) -> int:
         """Add the elements `piece` of a gradient to the held gradient; pieces come in order."""

@@ -40,7 +40,7 @@ class Staging:
         """[world_size * numel] elements of the largest encoded gradient, rank-major."""
         self.own = own
         """[numel] elements of the largest encoded gradient; the same memory as `packed` for one rank."""
-        self.free = Future.kept(failures)
+        self.free = Future.completed(failures)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Packed:
     """A block's gradient in a staging buffer, encoded by its codec."""
 
     free: Future
-    """Kept when the staging buffer is given back. `Staging.free` may be the next user's by then."""
+    """Completed when the staging buffer is given back. `Staging.free` may be the next user's by then."""
     own: torch.Tensor
     """[numel], a view of the staging buffer."""
     summed: torch.Tensor | None
@@ -64,7 +64,7 @@ class Packed:
         target.copy_(self.own[span], non_blocking=True)
 
     def release(self, after: Marker) -> None:
-        self.free.keep(after)
+        self.free.complete(after)
 
 
 @dataclass

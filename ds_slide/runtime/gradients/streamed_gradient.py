@@ -23,7 +23,7 @@ class _Piece:
 
 class StreamedGradient:
     """A `Source`. The compute thread puts pieces in the order of the state buffer, without gaps, and closes it; the d2h
-    lane takes them. A piece belongs to the d2h lane from `put` until its future is kept.
+    lane takes them. A piece belongs to the d2h lane from `put` until its future is complete.
 
     Elements that were not put count as zero: the end of a state buffer that is longer than the gradient, or the rest of
     a backward that ended with an exception.
@@ -39,7 +39,7 @@ class StreamedGradient:
     # The compute thread.
 
     def put(self, start: int, flat: torch.Tensor) -> Future:
-        """Put elements [start, start + numel) of the state buffer, made by the work submitted so far. -> kept when
+        """Put elements [start, start + numel) of the state buffer, made by the work submitted so far. -> completed when
         copied."""
         copied = Future(self._failures, "the rows of a streamed gradient on their way down")
         self._pieces.put(_Piece(start, flat, self._device.mark(), copied))
@@ -67,7 +67,7 @@ class StreamedGradient:
             yield slice(at, min(span.stop, end))
             at = min(span.stop, end)
             if at == end:
-                piece.copied.keep(self._device.mark(self._stream))
+                piece.copied.complete(self._device.mark(self._stream))
                 self._piece = None
 
     def copy(self, part: slice, target: torch.Tensor) -> None:

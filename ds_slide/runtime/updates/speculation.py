@@ -40,7 +40,7 @@ CALM_STEPS = 4
 class Speculation:
     """One speculative update of a unit. The compute thread makes it, and hands it to the update lane twice: with the
     gradient, to be done, and with the step's update or a task that takes it back, to be ended. The lane does the rest:
-    only `run` and `end` write and exchange spare state buffers, before the future of the step's update is kept."""
+    only `run` and `end` write and exchange spare state buffers, before the future of the step's update is complete."""
 
     def __init__(
         self, host: Updates, unit: Unit, way_back: WayBack, step: UpdateStep, *, in_vain: bool = False
@@ -211,7 +211,7 @@ class Speculating:
 
         def run() -> int:
             speculation.take_back()
-            future.keep()
+            future.complete()
             return 0
 
         self._lane.submit(speculation.unit.order, PASSED, run, "update taken back")

@@ -85,7 +85,7 @@ class ResidentWeights:
         assert unit.resident is not None
         self._bindings.unbind(unit)
         gathered = self._parts.gathers.into(unit, unit.resident, self._device.mark(), in_step=True)
-        self._fetched[unit.order] = Future.kept(
+        self._fetched[unit.order] = Future.completed(
             self._parts.context.failures, gathered, f"the gathered weights of {unit.name}"
         )
 
@@ -119,7 +119,7 @@ class ResidentWeights:
                 moved = self._fill_span(unit, span, masters, steps)
                 end = self._device.mark(h2d.stream, timed=True)
                 h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
-            future.keep(end)
+            future.complete(end)
 
         h2d.submit(job)
         return future

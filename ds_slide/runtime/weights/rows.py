@@ -67,7 +67,7 @@ class StreamedRows:
 
     The compute thread calls all methods. A row buffer belongs to the h2d lane from its request until its future is
     kept, then to the compute stream until the next chunk is requested. A gradient buffer belongs to the compute stream
-    until the next chunk is requested, then to the d2h lane until its future is kept.
+    until the next chunk is requested, then to the d2h lane until its future is complete.
     """
 
     def __init__(self, buffers: RowBuffers, context: Context, gradients: Gradients, engine: SlideRuntime) -> None:
@@ -81,7 +81,7 @@ class StreamedRows:
         self._gradients, self._engine = gradients, engine
         self._recorder = context.recorder
         self._read: list[Marker] = [PASSED] * len(buffers.weights)
-        self._copied = [Future.kept(context.failures) for _ in buffers.gradients]
+        self._copied = [Future.completed(context.failures) for _ in buffers.gradients]
         self._open: StreamedGradient | None = None
         self._closed = False
 
@@ -171,7 +171,7 @@ class StreamedRows:
             start = self._device.mark(lane.stream, timed=True)
             buffer[: part.stop - part.start].copy_(rows, non_blocking=True)
             end = self._device.mark(lane.stream, timed=True)
-            ready.keep(end)
+            ready.complete(end)
             moved = (part.stop - part.start) * buffer.element_size()
             lane.meter.add_interval(start, end, moved, ("rows", self.unit.order))
 

@@ -209,7 +209,7 @@ class Window:
             if len(coming) >= ahead.horizon:
                 break
             slot = self._slot_of(unit)
-            if slot is None or slot.ready is None or not slot.ready.is_kept:
+            if slot is None or slot.ready is None or not slot.ready.is_complete:
                 coming[unit.order] = unit
         awaited: list[Unit] = []
         if direction == "backward" and current is not None:
@@ -259,7 +259,7 @@ class Window:
             start = self._device.mark(self._h2d.stream, timed=True)
             moved = self._source.fill(unit, slot.buffer)
             end = self._device.mark(self._h2d.stream, timed=True)
-            ready.keep(end)
+            ready.complete(end)
             self._h2d.meter.add_interval(start, end, moved, ("weights", unit.order))
 
         self._h2d.submit(job)

@@ -88,7 +88,7 @@ class Setup:
         assert place is not None
         leases = self.disk.buffers_of(place)
         fill(leases, order)
-        self.disk.write(place, leases, Future.kept(self.failures))
+        self.disk.write(place, leases, Future.completed(self.failures))
         return place
 
     def write_all(self) -> None:
@@ -135,7 +135,7 @@ def test_an_input_is_read_behind_its_write_and_again(setup: Setup) -> None:
     arriving = setup.disk.read(places[1], setup.lane)
     setup.lane.drain()
     assert all(setup.store.asks.acquire(timeout=60) for _ in places)
-    assert setup.store.reads == 0 and not arriving.here.is_kept
+    assert setup.store.reads == 0 and not arriving.here.is_complete
     while setup.store.asked:
         setup.store.asked.popleft()()
     for _ in range(2):

@@ -42,17 +42,17 @@ def test_every_element_arrives_and_what_was_not_put_is_zero(pieces: list[int], s
             for part in gradient.parts(slice(start, start + size)):
                 gradient.copy(part, target[part])
             start += size
-        done.keep()
+        done.complete()
 
     lane.submit(job)
     buffers = [torch.full((max(pieces),), torch.nan) for _ in range(2)]
-    copied = [Future.kept(failures) for _ in buffers]
+    copied = [Future.completed(failures) for _ in buffers]
     start = 0
     for number, size in enumerate(pieces):
         if start >= taken:
             break  # nobody takes what lies beyond the state buffer
         copied[number % 2].wait()
-        # As on the GPU: a buffer is written again as soon as its future is kept.
+        # As on the GPU: a buffer is written again as soon as its future is complete.
         buffers[number % 2][:size] = expected[start : start + size]
         copied[number % 2] = gradient.put(start, buffers[number % 2][:size])
         start += size

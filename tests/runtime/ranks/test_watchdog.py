@@ -122,7 +122,7 @@ def test_a_script_that_waits_for_nothing_is_no_hang(scene: Scene) -> None:
 
 
 def hand_over(scene: Scene) -> None:
-    Future(scene.failures).keep()
+    Future(scene.failures).complete()
 
 
 def disk(scene: Scene) -> None:

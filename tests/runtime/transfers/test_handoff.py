@@ -183,9 +183,9 @@ def test_the_first_failure_is_everyones_with_its_cause() -> None:
 def test_a_future_that_was_kept_serves_also_after_a_failure() -> None:
     failures = Failures()
     future, marker = Future(failures), Marker()
-    future.keep(marker)
+    future.complete(marker)
     failures.record("h2d", RuntimeError("later"))
-    assert future.wait() is marker and future.is_kept
+    assert future.wait() is marker and future.is_complete
 
 
 def test_whoever_waits_for_a_future_presses_it_first_and_only_if_it_has_to_wait() -> None:
@@ -195,11 +195,11 @@ def test_whoever_waits_for_a_future_presses_it_first_and_only_if_it_has_to_wait(
     future = Future(failures, "it", work)
     waiter = Waiter(future.wait)
     begun(failures)
-    assert pressed == [0] and not future.is_kept
-    future.keep(marker := Marker())
+    assert pressed == [0] and not future.is_complete
+    future.complete(marker := Marker())
     assert waiter.result() is future.wait() is marker
     assert pressed == [0]
-    assert Future.kept(failures).wait() is PASSED
+    assert Future.completed(failures).wait() is PASSED
 
 
 def test_waits_are_told_apart_by_who_waits() -> None:
@@ -211,7 +211,7 @@ def test_waits_are_told_apart_by_who_waits() -> None:
         deadline.wait(0.001)
     assert {wait.thread: wait.of_client for wait in failures.waits()} == {"MainThread": True, "ds_slide-h2d": False}
     before = failures.progress
-    future.keep()
+    future.complete()
     for waiter in waiters:
         waiter.result()
     assert failures.progress > before

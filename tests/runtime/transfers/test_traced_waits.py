@@ -35,7 +35,7 @@ def test_a_wait_that_began_before_the_recording_counts_from_its_begin() -> None:
     before = time.perf_counter()
     thread = waiting(failures, future)
     waits.is_recording = True
-    future.keep()
+    future.complete()
     thread.join(SECONDS)
     (wait,) = waits.take()
     assert (wait.thread, wait.what) == ("ds_slide-h2d", "the update of blocks.0")
@@ -51,7 +51,7 @@ def test_a_wait_that_has_not_ended_counts_once() -> None:
     thread = waiting(failures, future)
     (wait,) = waits.take()
     assert wait.what == "it" and wait.end <= time.perf_counter()
-    future.keep()
+    future.complete()
     thread.join(SECONDS)
     assert not waits._ended
 
@@ -70,7 +70,7 @@ def test_nothing_is_kept_while_no_step_is_recorded() -> None:
     failures = Failures(waits)
     future = Future(failures, "it")
     thread = waiting(failures, future)
-    future.keep()
+    future.complete()
     thread.join(SECONDS)
     assert not waits.keepers and not waits._ended
 

@@ -69,11 +69,11 @@ def test_a_chunk_waits_for_each_span_that_it_overlaps_and_for_no_other(chunk: in
         unit = rows.unit
         unit.span_updated = [Asked(rows.streamed._failures) for _ in SPANS]
         for span in NEEDS[chunk] - {missing}:
-            unit.span_updated[span].keep()
+            unit.span_updated[span].complete()
         ready = rows.streamed._request(chunk, chunk * CHUNK, rows.streamed._updates())
-        assert unit.span_updated[missing].asked.wait(10.0) and not ready.is_kept
+        assert unit.span_updated[missing].asked.wait(10.0) and not ready.is_complete
         unit.state.weights.buffer.tensor[SPANS[missing]] = 7.0
-        unit.span_updated[missing].keep()
+        unit.span_updated[missing].complete()
         ready.wait()
         assert {span for span, future in enumerate(unit.span_updated) if future.asked.is_set()} == NEEDS[chunk]
         first = chunk * CHUNK * WIDTH
@@ -85,7 +85,7 @@ def test_a_chunk_waits_for_each_span_that_it_overlaps_and_for_no_other(chunk: in
 
 def test_a_pass_brings_all_rows_in_order(rows: Any) -> None:
     for future in rows.unit.span_updated:
-        future.keep()
+        future.complete()
     rows.unit.state.weights.buffer.tensor.copy_(torch.arange(float(ROWS * WIDTH)))
     seen = [(first, chunk.clone()) for first, chunk in rows.streamed.rows()]
     assert [first for first, _ in seen] == [0, 4, 8]

@@ -202,7 +202,7 @@ def test_fill_waits_for_the_update(rig: Any) -> None:
     own.updates.submit(-1, PASSED, lambda: int(may_update.wait(30)))
     own.update(own.units[0])
     slot = own.window.acquire(own.units[0], "forward")
-    assert not slot.ready.is_kept
+    assert not slot.ready.is_complete
     may_update.set()
     slot.ready.wait()
     assert slot.buffer.tolist() == [1.0] * NUMEL
