@@ -63,7 +63,7 @@ class Waits:
         if range_ is not None:
             self._ranges.end_range(range_)
 
-    def kept(self, what: str) -> None:
+    def completed(self, what: str) -> None:
         """Note that the calling thread has brought `what` about. Called while steps are recorded."""
         self.keepers[what] = threading.current_thread().name
 

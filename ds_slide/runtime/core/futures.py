@@ -246,10 +246,10 @@ class Future:
     def complete(self, marker: Marker = PASSED) -> None:
         self._marker = marker
         if self._failures.traced.is_recording:
-            self._failures.traced.kept(self.what)
+            self._failures.traced.completed(self.what)
         self._is_complete = True
-        # Read the event after `_is_complete` is set. A waiting thread makes the event and then reads `_is_complete`: one
-        # of the two sees the other.
+        # Read the event after `_is_complete` is set. A waiting thread makes the event and then reads the flag, so one of
+        # the two sees the other.
         if self._ended is not None:
             self._ended.set()
         self._failures.progressed()

@@ -99,10 +99,9 @@ class Unit:
       parameters to GPU memory;
     * the held gradient (`state.gradient`) belongs to the d2h lane, and to the update lane for the tasks that the d2h
       lane submits, from `finalize` until `gradient.arrived` is kept. Then it belongs to the update lane until
-      `completed` is kept, and to the compute thread otherwise;
+      `completed` is complete, and to the compute thread otherwise;
     * the other state buffers of `state` belong to the update lane from the moment `updated` and `completed` are
-      replaced by open futures until these are complete: the weights and what completes them to the masters until `updated`,
-      the states of the update rule until `completed` (the same future, but for updates in two passes). The update
+      replaced by open futures until these are complete: the weights and their low halves until `updated`, the states of the update rule until `completed` (the same future, but for updates in two passes). The update
       leases them (`UnitState.lease`), span by span, and puts them back. Any other thread waits for the update before it
       reads or writes them, and for state buffers on SSD also until they are written (`StateAccess.settle`). States on
       the GPU belong to the compute stream.
@@ -116,8 +115,8 @@ class Unit:
     def __init__(
         self, plan: UnitPlan, order: int, state: UnitState, updated: Future, held_dtype: torch.dtype | None = None
     ) -> None:
-        """Make a unit without uses. `updated`: a future that is complete. `held_dtype`: the data type of its held gradient
-        in host memory or on SSD; None where it is not held."""
+        """Make a unit without uses. `updated`: a complete future. `held_dtype`: the data type of its held gradient in
+        host memory or on SSD; None where it is not held."""
         self.spec = plan.spec
         self.dtype = state.dtype_of("weight")
         self.converts_gradient = held_dtype not in (None, plan.codec.dtype)

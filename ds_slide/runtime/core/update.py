@@ -90,9 +90,9 @@ class Trained:
 
 
 class Update:
-    """The futures of one update of a unit. There is one for each span, complete when the span has its new weights; `done`
-    is complete with the last of them. `completed` is complete when every span has its new states, too. An update in two passes
-    writes the states in the second pass, and needs the held gradient until then."""
+    """The futures of one update of a unit. There is one for each span, complete when the span has its new weights;
+    `done` is complete with the last of them. `completed` is complete when every span has its new states, too. An update
+    in two passes writes the states in the second pass, and needs the held gradient until then."""
 
     def __init__(self, unit: Unit, failures: Failures, *, two_passes: bool) -> None:
         """Open the futures of the update to the present version of `unit`."""
