@@ -98,13 +98,14 @@ class Unit:
     * the compute thread (forward: the caller's; backward: autograd's) owns `uses`, `gradient` and the binding of the
       parameters to GPU memory;
     * the held gradient (`state.gradient`) belongs to the d2h lane, and to the update lane for the tasks that the d2h
-      lane submits, from `finalize` until `gradient.arrived` is kept. Then it belongs to the update lane until
+      lane submits, from `finalize` until `gradient.arrived` is complete. Then it belongs to the update lane until
       `completed` is complete, and to the compute thread otherwise;
     * the other state buffers of `state` belong to the update lane from the moment `updated` and `completed` are
-      replaced by open futures until these are complete: the weights and their low halves until `updated`, the states of the update rule until `completed` (the same future, but for updates in two passes). The update
-      leases them (`UnitState.lease`), span by span, and puts them back. Any other thread waits for the update before it
-      reads or writes them, and for state buffers on SSD also until they are written (`StateAccess.settle`). States on
-      the GPU belong to the compute stream.
+      replaced by open futures until these are complete: the weights and their low halves until `updated`, the states of
+      the update rule until `completed` (the same future, but for updates in two passes). The update leases them
+      (`UnitState.lease`), span by span, and puts them back. Any other thread waits for the update before it reads or
+      writes them, and for state buffers on SSD also until they are written (`StateAccess.settle`). States on the GPU
+      belong to the compute stream.
     * they also belong to the update lane while the unit has a speculative update (`Speculating.of`). Other threads take
       that update back before they read or write them (`StateAccess.take_back`).
     * spare state buffers in `way_back` always belong to the update lane. It exchanges them with the buffers of `state`
