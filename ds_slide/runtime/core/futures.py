@@ -248,7 +248,7 @@ class Future:
         if self._failures.traced.is_recording:
             self._failures.traced.completed(self.what)
         self._is_complete = True
-        # Read the event after `_is_complete` is set. A waiting thread makes the event and then reads the flag, so one of
+        # Read the event after `_is_complete` is set. A waiting thread makes the event and then reads the flag: one of
         # the two sees the other.
         if self._ended is not None:
             self._ended.set()
