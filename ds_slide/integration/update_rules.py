@@ -82,8 +82,8 @@ def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None
 
 
 def has_name(json_name: str) -> bool:
-    """Whether `optimizer.type` has a rule here, or names a class of torch.optim, which DeepSpeed makes. "Muon" is a class
-    of DeepSpeed's own, which is not served."""
+    """Whether `optimizer.type` has a rule here, or names a class of torch.optim, which DeepSpeed makes. "Muon" is a
+    class of DeepSpeed's own, which is not served."""
     kind = None if json_name.lower() == "muon" else getattr(torch.optim, json_name, None)
     return known_as(json_name) is not None or (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
 
