@@ -1,6 +1,7 @@
 # Two commands, each of which does all the set-up it needs on a fresh machine (Python 3.11 or newer and a C++17 compiler):
 #   make demo    train a small transformer on the CPU through the stock deepspeed launcher
 #   make test    linters and all tests that need no GPU
+# `make ci` is what continuous integration runs.
 # On a machine whose pip knows the public index only, PIP_FLAGS saves gigabytes of CUDA packages:
 #   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -12,6 +13,7 @@ TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 CLIENTS := $(CURDIR)/.venv-clients
+OPERATORS := CPUAdam FusedAdam ShareMemComm
 NATIVE_SOURCES := $(shell find csrc -name '*.[ch]pp' 2>/dev/null)
 
 # A file at a time: its tests share engines and the results of processes. In the order of their names: sorted by their
@@ -27,17 +29,30 @@ export DS_ACCELERATOR := cpu
 # Tests start fresh processes: what these import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-clients test-clients-quick lint sanitize native install clean
+# Two recipes at a time: compilers, linters and pip use a core each. What a command prints comes as a whole at its end.
+TOGETHER = $(MAKE) --no-print-directory --jobs=2 --output-sync=line
+
+.PHONY: demo test test-clients test-clients-quick clients-quick ci lint sanitize native install clean
 
 demo: install
 	$(ACTIVATE) $(BIN)/deepspeed --log_level warning --num_gpus 1 examples/finetune.py \
 		--deepspeed_config configs/slide_cpu.json --model tiny --batch 8 --seq 128 --steps 100 --log runs/demo.jsonl
 
-test: install lint
-	$(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not clients" $(WORKERS) $(PYTEST_FLAGS)
+test:
+	@$(TOGETHER) install lint
+	$(QUICK_TESTS)
+
+# Also the environments of two clients, beside the compilers, and their quick tests.
+ci:
+	@$(TOGETHER) install clients-quick lint
+	$(QUICK_TESTS)
+	@$(MAKE) --no-print-directory test-clients-quick
+
+QUICK_TESTS = $(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not clients" \
+	$(WORKERS) $(PYTEST_FLAGS)
 
 # Programs that people fine-tune with, each in an environment of its own packages on top of the one above.
-test-clients: $(foreach client,trl sentence-transformers llamafactory axolotl lightning swift older-transformers,$(CLIENTS)/$(client)/.installed)
+test-clients: install $(foreach client,trl sentence-transformers llamafactory axolotl lightning swift older-transformers,$(CLIENTS)/$(client)/.installed)
 	$(CLIENT_TEST) $(BIN)/python $(CLIENT_FLAGS) tests/clients/test_accelerate.py
 	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) tests/clients/test_trl.py tests/clients/test_peft.py
 	$(CLIENT_TEST) $(CLIENTS)/sentence-transformers/bin/python $(CLIENT_FLAGS) tests/clients/test_sentence_transformers.py
@@ -49,9 +64,11 @@ test-clients: $(foreach client,trl sentence-transformers llamafactory axolotl li
 
 # What of it continuous integration has time for: a loss in chunks, generation, parameters of two data types, and inputs of
 # blocks that are moved under an older transformers.
-test-clients-quick: $(foreach client,trl older-transformers,$(CLIENTS)/$(client)/.installed)
+test-clients-quick: install clients-quick
 	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) $(QUICK:%='tests/clients/%')
 	$(OLDER_TEST) tests/end_to_end/activations/test_moved_inputs.py -k "changes_no_bit and clipping or one_block_ahead"
+
+clients-quick: $(foreach client,trl older-transformers,$(CLIENTS)/$(client)/.installed)
 
 QUICK := $(foreach case,sft grpo,test_trl.py::test_losses_and_weights_are_stocks[$(case)]) \
 	test_peft.py::test_losses_and_norms_are_stocks[lora]
@@ -65,7 +82,7 @@ CLIENT_FLAGS = -m pytest -m clients $(PYTEST_FLAGS)
 # `addsitedir`, so that the .pth files there count, the editable installation's among them. The lists are complete: what a
 # client declares beside them would bring another torch, or is not imported. PyPI's torchaudio is built for CUDA alone and
 # does not load beside another torch; without that library it has what is written in Python.
-$(CLIENTS)/%/.installed: tests/clients/requirements-%.txt | install
+$(CLIENTS)/%/.installed: tests/clients/requirements-%.txt | $(VENV)/.requirements
 	$(BIN)/python -m venv $(CLIENTS)/$*
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(CLIENTS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
@@ -73,7 +90,7 @@ $(CLIENTS)/%/.installed: tests/clients/requirements-%.txt | install
 	rm -rf $(CLIENTS)/$*/lib/python3*/site-packages/torchaudio/lib
 	@touch $@
 
-lint: install
+lint: $(VENV)/.requirements
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -87,7 +104,7 @@ sanitize:
 native:
 	$(PYTHON) setup.py build_ext --inplace
 
-install: $(VENV)/.installed
+install: $(OPERATORS:%=$(VENV)/.operator-%) $(VENV)/.installed
 
 $(VENV)/.requirements: requirements/torch.txt requirements/test.txt requirements/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned versions need Python 3.11 or newer, not " \
@@ -100,16 +117,15 @@ $(VENV)/.requirements: requirements/torch.txt requirements/test.txt requirements
 
 # DeepSpeed would compile these at their first use, a minute each in the middle of a run or a test with a time limit.
 # A compilation that was killed leaves its lock behind, and the next one would wait for it for ever.
-$(VENV)/.operators: $(VENV)/.requirements
-	@echo "Compiling DeepSpeed's CPU operators: about two minutes, once."
-	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
-	@$(ACTIVATE) $(BIN)/python -c 'from deepspeed.accelerator import get_accelerator as get; \
-		[get().create_op_builder(f"{name}Builder").load(verbose=False) \
-		for name in ("CPUAdam", "FusedAdam", "ShareMemComm")]'
+$(OPERATORS:%=$(VENV)/.operator-%): $(VENV)/.operator-%: $(VENV)/.requirements
+	@echo "Compiling DeepSpeed's CPU operator $*, once."
+	@$(ACTIVATE) $(BIN)/python -c 'import pathlib; from deepspeed.accelerator import get_accelerator as get; \
+		builder = get().create_op_builder("$*Builder"); \
+		pathlib.Path("$(TORCH_EXTENSIONS_DIR)", builder.name, "lock").unlink(missing_ok=True); builder.load(verbose=False)'
 	@touch $@
 
 # Editable, so that a change of Python needs no new installation; a change of C++ or of the metadata makes one.
-$(VENV)/.installed: $(VENV)/.operators setup.py pyproject.toml $(NATIVE_SOURCES)
+$(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml $(NATIVE_SOURCES)
 	$(ACTIVATE) $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
