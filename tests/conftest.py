@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -96,32 +95,14 @@ def nearest_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def quick_interpreter() -> Iterator[None]:
-    """Without a GPU: Triton's interpreter prepares its language once a launch, not for every function within a kernel.
-
-    The preparation stays as it is until the launch ends, so another one from within does nothing but take a third of
-    the time of a test.
-    """
+    """Without a GPU: Triton's interpreter without most of the work around each operation (quick_triton.py)."""
     if torch.cuda.is_available():
         yield
         return
-    from triton.runtime import interpreter
-
-    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    prepared: set[int] = set()
-
-    def prepare_once(function: Any) -> Any:
-        if id(function.__globals__) in prepared:
-            return None
-        prepared.add(id(function.__globals__))
-        return prepare(function)
-
-    def launch_prepared(self: Any, *arguments: Any, **options: Any) -> Any:
-        prepared.clear()
-        return launch(self, *arguments, **options)
+    import quick_triton
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", prepare_once)
-        patch.setattr(interpreter.GridExecutor, "__call__", launch_prepared)
+        quick_triton.use(patch)
         yield
 
 

@@ -20,11 +20,12 @@ OF_OTHER_RULES = ("33, 36", "21, 36", "10, 0", "1, 0", "1, 1")
 or left memory that nothing needed."""
 
 
-def compared(source: str) -> list[plan_check.Compared]:
+def compared(source: str, every: int = 1) -> list[plan_check.Compared]:
+    """Those of every `every`-th record."""
     planner, ceilings = Planner(), read_ceilings("h200-16-cores")
     return [
         plan_check.compare(planner, record, ceilings, plan_check.room_of(record, ceilings))
-        for record in filter(plan_check.usable, plan_check.lines_of(str(ROOT / source)))
+        for record in list(filter(plan_check.usable, plan_check.lines_of(str(ROOT / source))))[::every]
         # That engine left no room for what its allocator cannot use, and moved fewer inputs of blocks.
         if record["setting"]["batch"] != 44
     ]
@@ -47,15 +48,19 @@ def test_forecasts_are_near_the_records_of_older_engines() -> None:
     assert all(measured == predicted for measured, predicted in decided)
 
 
-def test_forecasts_are_near_the_records_of_the_sweep() -> None:
-    first, *others = found = compared(SWEEP)
+@pytest.mark.parametrize(
+    ("every", "count", "median"), [(3, 9, 0.07), pytest.param(1, 27, 0.05, marks=pytest.mark.slow)]
+)
+def test_forecasts_are_near_the_records_of_the_sweep(every: int, count: int, median: float) -> None:
+    first, *others = found = compared(SWEEP, every)
     # Beside accumulation states filled what nothing needs, as they do no more.
     decided = [each.decided for each in found if each.decided and "2048 x 4" not in each.what]
-    assert len(found) == 27 and len(decided) == 26 and all(measured == predicted for measured, predicted in decided)
+    assert len(found) == count and len(decided) == sum("2048 x 4" not in each.what for each in found)
+    assert all(measured == predicted for measured, predicted in decided)
     assert abs(first.error("host peak") or 1) < 0.08  # its process compiled the kernels
     steps = sorted(abs(each.error("step") or 0) for each in found)
     # The worst are of 0.5 B, whose host is not forecast.
-    assert steps[-1] < 0.21 and steps[-4] < 0.1 and steps[len(steps) // 2] < 0.05
+    assert steps[-1] < 0.21 and steps[-4] < 0.1 and steps[len(steps) // 2] < median
     for each in others:
         assert abs(each.error("host peak") or 0) < 0.008, each.what
         # The kernel of the loss saw the whole card, of which torch might take a twelfth.

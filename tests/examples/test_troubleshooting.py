@@ -66,6 +66,12 @@ def quotations() -> list[str]:
     return [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
 
 
+def found_in(quotation: str, texts: list[str]) -> bool:
+    """Whether one of them says it. Most lack its longest piece, which is quicker to see than a match of it all."""
+    found, piece = pattern(quotation), max(quotation.split("…"), key=len)
+    return any(piece in text and found.search(text) for text in texts)
+
+
 def pattern(quotation: str) -> re.Pattern[str]:
     """Any text may stand for "…", within one message."""
     return re.compile(".*?".join(re.escape(part) for part in quotation.split("…")), flags=re.DOTALL)
@@ -80,8 +86,7 @@ def source() -> list[str]:
 @pytest.mark.parametrize("quotation", quotations())
 def test_the_source_says_it(quotation: str, source: list[str]) -> None:
     assert re.search(r"[a-zA-Z]", quotation.replace("…", "")) or quotation.count("…") > 1
-    found = pattern(quotation)
-    assert any(map(found.search, source)), quotation
+    assert found_in(quotation, source), quotation
 
 
 def test_every_error_is_there() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 from liveness.tiny import Configuration
 from liveness.weights import HAS_SHARED_WEIGHTS
@@ -179,4 +180,19 @@ BESIDE = [
 if not HAS_SHARED_WEIGHTS:
     BESIDE.clear()
 
-ALL = [*EXHAUSTIVE, *TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *DIFFERENT, *BESIDE]
+LARGER = [*TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *DIFFERENT, *BESIDE]
+
+ALL = [*EXHAUSTIVE, *LARGER]
+
+
+def with_each_setting(configurations: Sequence[Configuration]) -> list[Configuration]:
+    """A few of them, in which each setting has each of its values: a quarter of all."""
+
+    def settings_of(configuration: Configuration) -> set[tuple[str, object]]:
+        return {(each.name, getattr(configuration, each.name)) for each in fields(configuration) if each.name != "name"}
+
+    missing, chosen = set().union(*map(settings_of, configurations)), []
+    while missing:
+        chosen.append(max(configurations, key=lambda each: len(settings_of(each) & missing)))
+        missing -= settings_of(chosen[-1])
+    return chosen

@@ -5,24 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liveness.configurations import (
-    ALL,
-    BESIDE,
-    DEFAULTS,
-    DIFFERENT,
-    EXHAUSTIVE,
-    ON_SSD,
-    SHARED,
-    SPECULATIVE,
-    TWO_PASSES,
-    TWO_RANKS,
-)
+from liveness.configurations import ALL, EXHAUSTIVE, LARGER, with_each_setting
 from liveness.engine import Count
 from liveness.explore import explore_all, explore_by_chance, explore_orders
 from liveness.tiny import Configuration
 
 # Of the long exploration, for one configuration.
 SECONDS = 120.0
+QUICK = with_each_setting(LARGER)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +25,7 @@ def check(*counts: Count) -> None:
     assert not findings, "\n".join(map(str, findings))
 
 
+@pytest.mark.slow  # test_random_schedules_meet_only_states_that_were_explored explores the first of them
 @pytest.mark.parametrize("configuration", EXHAUSTIVE[1:2], ids=lambda each: each.name)
 def test_all_schedules(configuration: Configuration) -> None:
     count = explore_all(configuration, None)
@@ -42,10 +33,9 @@ def test_all_schedules(configuration: Configuration) -> None:
     check(count)
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "configuration",
-    [*TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *DIFFERENT, *BESIDE],
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in LARGER],
     ids=lambda each: each.name,
 )
 def test_lanes_of_any_speed(configuration: Configuration) -> None:

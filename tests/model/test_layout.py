@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_slide.model.layout import ALIGNMENT, Entry, ParameterInfo, Segment, UnitLayout, build_layout, piece, with_later
 
 # No deadline: a loaded machine is slow, not wrong.
-properties = settings(deadline=None)
+properties = settings(deadline=None, max_examples=50)
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 groups = st.none() | st.integers(0, 3)

@@ -13,7 +13,7 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.low_precision import STATE_FORMATS, from_fp32, to_fp32
 from ds_slide.optim.rule import Elements
 
-VOCABULARY, LENGTH, BATCH, WIDTH, STEPS = 24, 24, 24, 48, 240
+VOCABULARY, LENGTH, BATCH, WIDTH, STEPS = 24, 24, 24, 48, 160
 
 
 class Moments:
@@ -93,7 +93,7 @@ def train(state: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("state", [pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 def test_a_transformer_learns_as_with_fp32_moments(state):
-    """Over three seeds the losses were at most 0.1 % higher, and up to 0.4 % lower."""
+    """Over three seeds and 240 steps the losses were at most 0.1 % higher, and up to 0.4 % lower."""
     first, expected = train("fp32")
     assert expected < 0.6 * first, "the task can be learned and is"
     assert train(state)[1] <= 1.01 * expected
@@ -108,19 +108,25 @@ def nearest(state: str, grads: list[torch.Tensor], beta2: float) -> torch.Tensor
     return second
 
 
+@functools.cache
+def shrinking_gradients() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Those of 3000 steps; half of each group, for which the first is true, shrinks to a tenth after 600."""
+    numel, generator = 1280, torch.Generator().manual_seed(7)
+    shrinking = (torch.arange(numel) % 2).bool()
+    sizes = torch.ones(numel), torch.where(shrinking, 0.1, 1.0)
+    noise = torch.randn(3000, numel, generator=generator)
+    return shrinking, [sizes[step >= 600] * (1 + 0.1 * each) for step, each in enumerate(noise)]
+
+
 @pytest.mark.parametrize("state", ["bf16", "8bit"])
 def test_exp_avg_sq_follows_gradients_that_shrink_where_nearest_stalls(state):
-    """Half of each group shrinks to a tenth: with beta2 0.999 a step moves exp_avg_sq by a thousandth of itself."""
-    numel, beta2 = 6400, 0.999
-    generator = torch.Generator().manual_seed(7)
-    shrinking = (torch.arange(numel) % 2).bool()
-    grads = []
-    for step in range(3000):
-        size = torch.where(shrinking & (step >= 600), 0.1, 1.0)
-        grads.append(size * (1 + 0.1 * torch.randn(numel, generator=generator)))
-    moments, exact = Moments(state, numel), torch.zeros(numel)
+    """With beta2 0.999 a step moves exp_avg_sq by a thousandth of itself."""
+    beta2 = 0.999
+    shrinking, grads = shrinking_gradients()
+    numel = len(shrinking)
+    moments, exact, weight = Moments(state, numel), torch.zeros(numel), torch.zeros(numel)
     for step, grad in enumerate(grads, start=1):
-        moments.step(torch.zeros(numel), grad, AdamWHyper(lr=0.0, betas=(0.9, beta2), step=step))
+        moments.step(weight, grad, AdamWHyper(lr=0.0, betas=(0.9, beta2), step=step))
         exact = beta2 * exact + (1 - beta2) * grad**2
     for half in (shrinking, ~shrinking):
         assert moments.second[half].mean() == pytest.approx(exact[half].mean().item(), rel=0.05)

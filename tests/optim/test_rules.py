@@ -25,8 +25,9 @@ by_hyper = pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
 
 
 @pytest.mark.usefixtures("quick_interpreter")
-@by_hyper
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("grad", GRADIENTS, ids=GRADIENTS.values())
+@by_hyper
 def test_the_gpu_kernel_has_the_bits_of_the_reference(hyper: Hyper, grad: torch.dtype) -> None:
     for numel in (1, 16, 2 * 1024 + 3):
         generator = torch.Generator().manual_seed(numel)
@@ -103,6 +104,7 @@ def test_two_hundred_steps_beside_the_published_lion(split: bool) -> None:
     assert not own.states[0][: NUMEL // 10].any()
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fp32"])
 @pytest.mark.parametrize(
     "options",

@@ -86,7 +86,7 @@ UPPERS = POSITIVE + [0x8000 + upper for upper in POSITIVE]
 
 
 @given(PATTERNS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_bits_are_split_by_the_definition(patterns: list[int]) -> None:
     weight = from_bits(torch.tensor(patterns))
     hi, lo = encode_split(weight)
@@ -157,7 +157,7 @@ def test_kernels_store_state_buffers_like_the_reference(isa, workers):
 
 
 @given(patterns=PATTERNS, lr=st.sampled_from([0.0, 2.0**-9, 1e-3]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_kernels_update_any_bits_like_the_reference(isa, workers, patterns, lr):
     actual = unit_of(from_bits(torch.tensor(patterns)), 1.0)
     expected = actual.clone()

@@ -75,6 +75,11 @@ def with_checkpointing(blocks: int, *, last: bool = False, **options: Any) -> An
     return model
 
 
+@functools.cache
+def traced_with_checkpointing(blocks: int, vocabulary: int) -> StepTrace:
+    return traced(with_checkpointing(blocks, vocab_size=vocabulary))
+
+
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("vocabulary", [512, 16_384], ids=["blocks are the peak", "the loss is"])
 @pytest.mark.parametrize("last", [True, False])
@@ -82,7 +87,7 @@ def with_checkpointing(blocks: int, *, last: bool = False, **options: Any) -> An
 def test_a_step_that_keeps_some_blocks_is_made_of_those_that_keep_all_and_none(
     recomputed: int, last: bool, vocabulary: int
 ) -> None:
-    none, every = (traced(with_checkpointing(count, vocab_size=vocabulary)) for count in (BLOCKS, 0))
+    none, every = (traced_with_checkpointing(count, vocabulary) for count in (BLOCKS, 0))
     blocks = list(range(1, BLOCKS + 1))
     found = with_kept(none, every, Kept(frozenset(blocks[: BLOCKS - recomputed] if last else blocks[recomputed:])))
     real = traced(with_checkpointing(recomputed, last=last, vocab_size=vocabulary))

@@ -46,7 +46,17 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("scenario", "backend"), CASES)
+# Each scenario once, by the backends in turn.
+QUICK_CASES = [
+    *((scenario, BACKENDS[number % len(BACKENDS)]) for number, scenario in enumerate(EVERY_BACKEND)),
+    *CASES[len(EVERY_BACKEND) * len(BACKENDS) :],
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "backend"),
+    [pytest.param(*case, marks=() if case in QUICK_CASES else pytest.mark.slow) for case in CASES],
+)
 def test_fault(scenario: str, backend: str, shim: Path, tmp_path: Path) -> None:
     try:
         IoEngine(backend, 1, 4096).close()  # type: ignore[arg-type]

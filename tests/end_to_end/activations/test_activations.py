@@ -82,6 +82,7 @@ def test_options_of_newer_transformers_are_taken_over(options: dict[str, Any], r
     assert report["keep"] == 6
 
 
+@pytest.mark.usefixtures("quick_interpreter")
 def test_beside_kernels() -> None:
     results = []
     for activations in ("as_written", "auto"):

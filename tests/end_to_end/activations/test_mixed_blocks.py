@@ -99,6 +99,7 @@ def test_beside_autocast(reentrant: bool, mix: Callable[[], None]) -> None:
     assert differences(*found) == []
 
 
+@pytest.mark.usefixtures("quick_interpreter")
 def test_beside_kernels(mix: Callable[[], None]) -> None:
     mix()
     results = []

@@ -122,8 +122,9 @@ def test_weights_without_optimizer_states(module_only, runs):
     assert first[True] == pytest.approx(first[False], rel=2e-3)
 
 
-@pytest.mark.parametrize("name", ["clipping", "accumulation_and_schedule", "frozen", "two_groups_in_sub_groups"])
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("to_stock", [True, False], ids=["slide_to_stock", "stock_to_slide"])
+@pytest.mark.parametrize("name", ["clipping", "accumulation_and_schedule", "frozen", "two_groups_in_sub_groups"])
 def test_exchange_with_stock(name, to_stock, runs, tmp_path):
     case = CASES[name]
     run = runs(name) if to_stock else saved_and_continued(case, tmp_path, slide=False)

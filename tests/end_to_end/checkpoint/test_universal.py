@@ -79,7 +79,7 @@ def test_a_resumed_run_continues_to_the_bit(name, runs):
     assert resumed.norms == run.rest.norms
 
 
-@pytest.mark.parametrize("place", ["gpu", "ssd", "ssd_half"])
+@pytest.mark.parametrize("place", ["gpu", pytest.param("ssd", marks=pytest.mark.slow), "ssd_half"])
 def test_states_may_live_elsewhere(place, runs, disk):
     case, run = CASES["clipping"], runs("clipping")
     slide = {"gpu": {"gpu_states": 400_000}, "ssd": {"host_memory": 0}, "ssd_half": {"host_memory": 500_000}}[place]
@@ -94,6 +94,7 @@ def test_states_may_live_elsewhere(place, runs, disk):
         assert continued(engine, 1).losses == pytest.approx(run.rest.losses, rel=2e-3 if place == "gpu" else 0)
 
 
+@pytest.mark.by_turns(2)
 @with_stock
 def test_stock_loads_ours(name, runs):
     run = runs(name)

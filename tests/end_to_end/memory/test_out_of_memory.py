@@ -58,7 +58,7 @@ CASES = [
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "reentrant", "room"), CASES)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     places=st.dictionaries(st.integers(0, 2 * OPERATORS), st.integers(1, 3), min_size=1, max_size=4),
     late=st.booleans(),

@@ -44,6 +44,7 @@ def park_all(states: RunningStates) -> int:
     return freed
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 def test_states_that_are_parked_in_a_step_change_no_bit(settings: dict[str, Any], place: str) -> None:

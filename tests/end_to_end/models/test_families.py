@@ -194,7 +194,7 @@ def test_model_without_layer_list(name: str) -> None:
     check(name, lambda count: count == 0)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "opt", "vit", "qwen3-vl"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_family_with_checkpointing(name: str, reentrant: bool) -> None:

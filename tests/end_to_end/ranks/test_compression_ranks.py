@@ -27,8 +27,8 @@ SAME_BITS = {
     "resumed": "went on",
 }
 
-SLOW = ("delays", "permutations-immediate", "exact-immediate")
-"""Each beside another run: of odd matrices, and with clipping."""
+SLOW = ("delays", "ssd", "permutations-immediate", "exact-immediate")
+"""Each beside another run: of odd matrices, with rounded masters, and with clipping."""
 
 OfRanks = Callable[[str], list[Result]]
 

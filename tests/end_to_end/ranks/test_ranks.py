@@ -45,7 +45,7 @@ SAME_BITS = {
 ALWAYS = ("clipping", "immediate", "immediate-gpu-states", "gpu-states", "accumulation", "held", "stock")
 # Each beside another run of the same kind: with clipping or without, shared or gathered.
 SLOW = (
-    *("speculative-gathered", "gathered", "gathered-gpu-states", "ssd-immediate", "spare"),
+    *("speculative-gathered", "gathered", "gathered-immediate", "gathered-gpu-states", "ssd", "ssd-immediate", "spare"),
     *("moves-immediate", "moves-gathered-kept", "moves-ssd"),
 )
 

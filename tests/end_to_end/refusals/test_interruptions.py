@@ -86,6 +86,7 @@ def test_the_batch_never_happened(tier: str, reentrant: bool | None, disk: Path)
             check_that_nothing_is_left(engine)
 
 
+@pytest.mark.thinned(3)
 @KINDS
 def test_in_an_accumulation(tier: str, reentrant: bool | None, disk: Path) -> None:
     """Before anything was added to the sum, the micro-batch never happened; after that, the step begins anew."""

@@ -85,7 +85,7 @@ def test_short_and_interrupted_transfers_are_invisible(
     assert not list(disk.iterdir())
 
 
-FAST = {("io_uring", "EIO", 1.0), ("libaio", "ENOSPC", 0.0), ("threads", "EIO", 0.0)}
+FAST = {("io_uring", "EIO", 1.0), ("threads", "ENOSPC", 0.0)}
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_ctrl_c_leaves_nothing(launcher: Launcher, whole: Any, disk: Path, phase
     check_resume(launcher, whole, disk, saves)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_an_ordinary_signal_leaves_nothing(launcher: Launcher, whole: Any, disk: Path, number: int) -> None:
     """Ctrl-C is an exception; the others end Python at once."""
     stop = ["at", PHASES["backward"][0], 3, "kill", number]

@@ -78,6 +78,7 @@ def in_both_places(
     return in_memory, moved
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "settings",
     [

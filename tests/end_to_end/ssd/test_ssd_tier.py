@@ -97,6 +97,7 @@ def test_only_the_device_that_says_nvme_moves(
     assert differences(result, in_memory(clip, 1)) == []
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("clip", "accumulation", "sections", "window", "most"),
     [

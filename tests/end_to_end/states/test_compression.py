@@ -78,7 +78,7 @@ def test_states_may_be_on_ssd(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("slide", "others"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.slow),  # as in the test above
         ({}, {"clip": 0.0}),
         ({}, {"accumulation": 4}),
         ({"update_passes": 2}, {}),
@@ -184,7 +184,7 @@ def test_a_state_in_a_subspace_is_no_parameters_own() -> None:
 
 
 @pytest.mark.usefixtures("quick_fits")
-@pytest.mark.parametrize("slide", [{}, {"state_dtype": "8bit"}])
+@pytest.mark.parametrize("slide", [pytest.param({}, marks=pytest.mark.slow), {"state_dtype": "8bit"}])
 def test_a_resumed_run_has_the_same_bits(slide: dict[str, Any], tmp_path: Path) -> None:
     data, resumed = batches(6), llama(seed=1, num_hidden_layers=2)
     config = ds_config({"window": 2, "compression": LSP | {"check_every": 2, "threshold": 0.0}, **slide})

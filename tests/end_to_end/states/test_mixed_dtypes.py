@@ -85,7 +85,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 @models
 @schedules
 @pytest.mark.parametrize("slide", PLACEMENTS.values(), ids=PLACEMENTS)
@@ -204,7 +204,7 @@ def test_losses_are_stocks(schedule: Any) -> None:
     runs = []
     for slide in (None, {}):
         config = config_of(slide, schedule, optimizer=SMALL_STEPS)
-        runs.append(trained(summed_as_by_stock(adapted()), config, batches(8) * 2))
+        runs.append(trained(summed_as_by_stock(adapted()), config, batches(8)))
     stock, found = runs
     assert {name: tensors["weight"].dtype for name, tensors in stock.states.items()} == {
         name: tensors["weight"].dtype for name, tensors in found.states.items()

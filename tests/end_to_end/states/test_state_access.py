@@ -184,8 +184,9 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("local", [False, True], ids=["full", "local"])
+@pytest.mark.parametrize("place", PLACES)
 def test_masters_of_every_low_half_come_back(place, local, tmp_path):
     """What is written is read to the bit, in ties too, and an update that changes nothing leaves it so."""
     read, write = safe_get_full_fp32_param, safe_set_full_fp32_param

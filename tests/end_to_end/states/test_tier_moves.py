@@ -94,12 +94,21 @@ CASES: dict[str, Case] = {
 }
 
 
+# Of each kind one: clipping and not, fp32 sums, fp32 weights, two passes, delays, the disk.
+QUICK_CASES = ("accumulation in fp32, clipping", "two passes", "fp32", "all on SSD, under backward")
+
+
 def config(slide: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     return ds_config({"window": 3, "cpu_threads": 1, "gpu_states": 0, **(slide or {})}, **{"clip": 1.0, **settings})
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(("slide", "settings", "make"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("slide", "settings", "make"),
+    [
+        pytest.param(*case, id=name, marks=() if name in QUICK_CASES else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
+)
 def test_moves_change_no_bit(
     slide: dict[str, Any], settings: dict[str, Any], make: Callable[[], nn.Module], disk: Path
 ) -> None:
@@ -207,7 +216,8 @@ def rotary(engine: Any) -> dict[str, Any]:
 
 def test_a_checkpoint_does_not_know_of_moves(tmp_path: Path) -> None:
     """Saved while some units are promoted, it goes on in an engine without; and back into one with others promoted."""
-    data = batches(3 * STEPS)
+    steps = 3
+    data = batches(3 * steps)
     whole = trained(llama(), config(), data)
     losses: list[float] = []
     for part, orders in enumerate(((0, 2, 3), (), (1, 2, 4))):
@@ -217,7 +227,7 @@ def test_a_checkpoint_does_not_know_of_moves(tmp_path: Path) -> None:
             assert promote(runtime, *orders) is not None
             if part:
                 engine.load_checkpoint(str(tmp_path), tag=str(part - 1))
-            losses += train(engine, data[part * STEPS : (part + 1) * STEPS]).losses
+            losses += train(engine, data[part * steps : (part + 1) * steps]).losses
             engine.save_checkpoint(str(tmp_path), tag=str(part))
             assert sorted(unit.order for unit in runtime.units if unit.home) == list(orders)
             states = states_of(model)

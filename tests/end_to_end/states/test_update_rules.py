@@ -98,8 +98,9 @@ def in_host_memory(name: str, clip: float) -> Result:
     return trained(name, CASES[name].config({"window": 2, "gpu_states": 0}, clip=clip))
 
 
-@cases
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "immediate"])
+@cases
 def test_the_engine_has_the_bits_of_the_reference(name: str, clip: float) -> None:
     plain = to_bf16(model())
     sum_gradients_by_block(plain.model.layers)
@@ -109,8 +110,9 @@ def test_the_engine_has_the_bits_of_the_reference(name: str, clip: float) -> Non
     assert found.losses[0] > found.losses[-1]
 
 
-@cases
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "immediate"])
+@cases
 def test_no_tier_changes_a_bit(name: str, clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_slide.plan.ssd_settings.CHUNK_NUMEL", 4096)
     config = CASES[name].config({"window": 2, "gpu_states": SOME_STATES}, clip=clip)
@@ -172,8 +174,9 @@ def continued(engine: Any, case: Case) -> Result:
     return result
 
 
-@cases
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
+@cases
 def test_a_resumed_run_continues_to_the_bit(name: str, device: str, tmp_path: Path) -> None:
     case = CASES[name]
     config = case.config({"window": 2, **({"host_memory": 0} if device == "nvme" else {})})
@@ -194,6 +197,7 @@ def test_a_resumed_run_continues_to_the_bit(name: str, device: str, tmp_path: Pa
     assert found.norms == expected.norms
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", ["sgd_momentum", "sgd"])
 @pytest.mark.parametrize("to_stock", [True, False], ids=["slide_to_stock", "stock_to_slide"])
 def test_checkpoints_of_sgd_are_exchanged_with_stock(name: str, to_stock: bool, tmp_path: Path) -> None:

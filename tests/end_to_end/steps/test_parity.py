@@ -30,7 +30,7 @@ from torch import nn
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 # By micro-batches of a step: runs part over the updates, so the long ones are those of one micro-batch.
-STEPS = {1: 50, 4: 24}
+STEPS = {1: 50, 4: 16}
 TOLERANCE = 2.0**-9
 # Of a few gradients a norm shows more of the flipped weights than the mean loss does; measured 1.8e-2.
 NORM_TOLERANCE = 5e-2
@@ -62,7 +62,7 @@ def run(slide: bool, clip: float, accumulation: int) -> Result:
 def test_losses(clip: float, accumulation: int) -> None:
     stock, slide = run(False, clip, accumulation), run(True, clip, accumulation)
     assert len(slide.losses) == STEPS[accumulation] * accumulation
-    assert stock.losses[0] - stock.losses[-1] > 0.4  # it learns
+    assert stock.losses[0] - stock.losses[-1] > 0.2  # it learns
     assert slide.losses[: 2 * accumulation] == stock.losses[: 2 * accumulation]
     differences = [abs(left - right) for left, right in zip(slide.losses, stock.losses, strict=True)]
     assert max(differences) < TOLERANCE

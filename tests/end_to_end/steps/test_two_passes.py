@@ -43,6 +43,7 @@ def config(slide: dict[str, Any], other: dict[str, Any], number: int, **debug: A
     return ds_config({**fixed, **slide}, **{"clip": 1.0, **other})
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("slide", "other"), CASES.values(), ids=CASES)
 def test_two_passes_change_no_bit(slide: dict[str, Any], other: dict[str, Any]) -> None:

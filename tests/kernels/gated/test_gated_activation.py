@@ -55,6 +55,7 @@ def test_values_and_gradients_agree_with_fp64(shape: tuple[int, ...], dtype: tor
     assert_rounded(got[1], want[1], dtype, roundings=2)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 5, 66), (2, 2 * BLOCK + 6)])

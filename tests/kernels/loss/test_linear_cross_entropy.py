@@ -42,7 +42,9 @@ def test_a_bias_is_added_and_gets_its_gradient(options: dict[str, Any], dtype: t
     compare(Case(bias=True, dtype=dtype, options=options))
 
 
-@pytest.mark.parametrize("width", [1, 2, 12, 16, 20, 33, 264])
+@pytest.mark.parametrize(
+    "width", [1, 2, 16, 33, 264, *(pytest.param(width, marks=pytest.mark.slow) for width in (12, 20))]
+)
 @pytest.mark.usefixtures("small_chunks")
 def test_the_sum_of_any_width_is_rounded_in_its_own_place(width: int) -> None:
     """bf16 sums its left columns in the memory of the result; an odd width cannot, and a narrow one has none."""

@@ -33,7 +33,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Shapes = Sequence[tuple[int, int]]
 # q, k, v, o, gate, up and down of a block, in small; sides that no vector divides, with d of 19, 16, 25 and 17; and
 # more than one launch takes.
-BLOCK: Shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
+BLOCK: Shapes = [(48, 48), (32, 48), (32, 48), (48, 48), (64, 48), (64, 48), (48, 64)]
 ODD: Shapes = [(39, 75), (300, 33), (64, 64), (35, 34)]
 MANY: Shapes = [(32, 32 + 16 * (number % 2)) for number in range(18)]
 
@@ -134,7 +134,7 @@ def steps_of(made: Lsp, hypers: Sequence[AdamWHyper]) -> list[SegmentStep]:
     return [SegmentStep(segment, hypers[segment.group]) for segment in made.segments]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("of", [block, odd, many])
 @pytest.mark.parametrize("kind", ["split", "bf16", "fp32"])
 def test_apply(of: Callable[[], Lsp], kind: str) -> None:

@@ -44,6 +44,7 @@ def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor], wh
         assert torch.equal(bits(got), bits(want)), (name, where)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 4 * BLOCK + 3])

@@ -60,6 +60,7 @@ def check(sources: list[torch.Tensor | None], buffer: torch.Tensor, offsets: lis
     torch.testing.assert_close(square_sum, expected_sum, rtol=1e-13, atol=0.0)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name: str, accumulate: bool) -> None:

@@ -67,6 +67,7 @@ def assert_rounded(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dty
     torch.testing.assert_close(found.double(), expected, rtol=ROUNDING[dtype], atol=scale * inside)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [(shape, dtype) for shape in SHAPES for dtype in (torch.bfloat16, torch.float32)]
@@ -87,6 +88,7 @@ def test_values_and_gradients_agree_with_fp64(shape: tuple[int, ...], dtype: tor
         assert_rounded(one, other, dtype)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("grad_layout", LAYOUTS[1:])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides_in_and_the_same_order_out(layout: str, grad_layout: str) -> None:

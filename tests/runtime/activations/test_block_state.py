@@ -97,6 +97,7 @@ def shown(layer: Layer) -> list[Any]:
     ]
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("earlier", [0, FIRST_CALLS + 1], ids=["first", "later"])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_is_undone_for_each_recomputation(write: str, earlier: int) -> None:
