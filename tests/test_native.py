@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import platform
@@ -48,7 +49,29 @@ def test_nothing_of_cpp_is_visible():
         pytest.skip("needs nm")
     done = subprocess.run([nm, "-D", "--defined-only", library.PATH], capture_output=True, text=True, check=True)
     names = {line.split()[-1] for line in done.stdout.splitlines()}
-    assert names == {f"slide_{name}" for name in (*library._SIGNATURES, "functions")}
+    drops = [f"{kind}_drop" for kind in ("generations", "io", "lease", "pool", "slab", "turns", "workers")]
+    assert names == {f"slide_{name}" for name in (*library._SIGNATURES, "functions", *drops)}
+
+
+def test_an_object_lives_until_the_finalizers_of_its_cycle_have_run():
+    """The garbage collector calls all finalizers of a cycle first, and that of an engine uses its pools."""
+    seen = []
+
+    class Owner:
+        def __init__(self):
+            self.pool = _native.Pool(4096, 1, False, False)
+            self.pool.owner = self
+
+        def __del__(self):
+            lease = self.pool.try_lease()
+            lease.memory[:] = b"x" * 4096
+            seen.append(self.pool.stats()["free"])
+            self.pool.close()
+
+    for _ in range(20):
+        Owner()
+    gc.collect()
+    assert seen == [0] * 20
 
 
 @pytest.mark.parametrize(

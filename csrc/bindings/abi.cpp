@@ -1,5 +1,7 @@
 #include "bindings/abi.hpp"
 
+#include <dlfcn.h>
+
 #include <new>
 #include <stdexcept>
 
@@ -52,6 +54,13 @@ std::int64_t keep_exception() noexcept try {
   return -static_cast<std::int64_t>(Failure::memory);
 }
 
+void** cell_of(void* capsule) noexcept {
+  // The library is not linked to Python: it is called from a process that has these functions.
+  using GetPointer = void* (*)(void*, char const*);
+  static GetPointer const get = reinterpret_cast<GetPointer>(dlsym(RTLD_DEFAULT, "PyCapsule_GetPointer"));
+  return static_cast<void**>(get(capsule, nullptr));
+}
+
 void keep_sentence(std::string const& sentence) { kept() = {sentence, {}, 0}; }
 
 std::size_t count_of(char const* argument, std::int64_t value) {
@@ -80,6 +89,9 @@ Exported::Exported(char const* name, std::string const& types) {
 extern "C" __attribute__((visibility("default"))) char const* slide_functions() {
   return ds_slide::functions().c_str();
 }
+
+/// A cell for a pointer to an object of C++, which is null. Null where there is no memory.
+DS_SLIDE_ABI(void*, cell_new, ()) { return std::calloc(1, sizeof(void*)); }
 
 /// The sentence of the last call of this thread that failed, with its errno and its path where it has them.
 DS_SLIDE_ABI(char const*, error, (std::int64_t* number, char const** path)) {

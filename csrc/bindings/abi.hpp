@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <string>
 #include <type_traits>
 
@@ -41,6 +42,18 @@ std::size_t count_of(char const* argument, std::int64_t value);
 /// The address as a pointer, checked as far as an address can be.
 void* pointer(char const* argument, std::uint64_t address, std::size_t element_size, std::size_t numel);
 
+/// The cell of a capsule of Python: memory of the C heap that holds a pointer to an object of C++, or null.
+void** cell_of(void* capsule) noexcept;
+
+/// Deletes the object and its cell. Python calls it when the last reference to the capsule is gone, with the
+/// GIL.
+template <class Type>
+void drop(void* capsule) noexcept {
+  void** const cell = cell_of(capsule);
+  delete static_cast<Type*>(*cell);
+  std::free(cell);
+}
+
 /// Adds a function's name and types to what `slide_functions` tells: the result's letter, then the
 /// arguments'.
 struct Exported {
@@ -63,3 +76,9 @@ struct Exported {
   extern "C" __attribute__((visibility("default"))) result slide_##name arguments; \
   static ::ds_slide::Exported const exported_##name{#name, &slide_##name};         \
   extern "C" __attribute__((visibility("default"))) result slide_##name arguments
+
+/// Defines slide_`name`_drop, the destructor of the capsules that own objects of `Type`.
+#define DS_SLIDE_OWNED(name, Type)                                                            \
+  extern "C" __attribute__((visibility("default"))) void slide_##name##_drop(void* capsule) { \
+    ::ds_slide::drop<Type>(capsule);                                                          \
+  }

@@ -28,9 +28,7 @@ DS_SLIDE_ABI(std::int64_t, io_new,
 }
 
 /// Waits for the requests in flight.
-DS_SLIDE_ABI(std::int64_t, io_delete, (IoEngine * engine)) {
-  return guarded([&] { delete engine; });
-}
+DS_SLIDE_OWNED(io, IoEngine)
 
 /// Into `name`, which has `room` bytes. Returns the length.
 DS_SLIDE_ABI(std::int64_t, io_backend, (IoEngine const* engine, char* name, std::int64_t room)) {
@@ -116,9 +114,7 @@ DS_SLIDE_ABI(std::int64_t, turns_new,
   return guarded([&] { *made = new Turns(optional(burst_bytes), depth, optional(low_depth)); });
 }
 
-DS_SLIDE_ABI(std::int64_t, turns_delete, (Turns * turns)) {
-  return guarded([&] { delete turns; });
-}
+DS_SLIDE_OWNED(turns, Turns)
 
 DS_SLIDE_ABI(std::int64_t, turns_writes_next,
              (Turns * turns, std::int64_t reads_wait, std::int64_t writes_wait)) {

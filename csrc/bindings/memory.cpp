@@ -18,9 +18,7 @@ DS_SLIDE_ABI(std::int64_t, slab_new,
   });
 }
 
-DS_SLIDE_ABI(std::int64_t, slab_delete, (Slab * slab)) {
-  return guarded([&] { delete slab; });
-}
+DS_SLIDE_OWNED(slab, Slab)
 
 DS_SLIDE_ABI(std::int64_t, slab_close, (Slab * slab)) {
   return guarded([&] { slab->close(); });
@@ -43,9 +41,7 @@ DS_SLIDE_ABI(std::int64_t, generations_new,
   });
 }
 
-DS_SLIDE_ABI(std::int64_t, generations_delete, (Generations * generations)) {
-  return guarded([&] { delete generations; });
-}
+DS_SLIDE_OWNED(generations, Generations)
 
 DS_SLIDE_ABI(std::int64_t, generations_publish,
              (Generations * generations, std::uint64_t index, std::int64_t value)) {

@@ -10,9 +10,7 @@ DS_SLIDE_ABI(std::int64_t, pool_new,
   return guarded([&] { *made = new Pool(buffer_bytes, count, pin != 0, huge_pages != 0); });
 }
 
-DS_SLIDE_ABI(std::int64_t, pool_delete, (Pool * pool)) {
-  return guarded([&] { delete pool; });
-}
+DS_SLIDE_OWNED(pool, Pool)
 
 /// 1, and the lease in `lent`, or 0 where no buffer is free.
 DS_SLIDE_ABI(std::int64_t, pool_try_lease, (Pool * pool, Pool::Lease** lent)) {
@@ -57,6 +55,4 @@ DS_SLIDE_ABI(std::int64_t, lease_release, (Pool::Lease * lease)) {
   return guarded([&] { lease->release(); });
 }
 
-DS_SLIDE_ABI(std::int64_t, lease_delete, (Pool::Lease * lease)) {
-  return guarded([&] { delete lease; });
-}
+DS_SLIDE_OWNED(lease, Pool::Lease)

@@ -15,8 +15,6 @@ DS_SLIDE_ABI(std::int64_t, workers_new,
   });
 }
 
-DS_SLIDE_ABI(std::int64_t, workers_delete, (Workers * workers)) {
-  return guarded([&] { delete workers; });
-}
+DS_SLIDE_OWNED(workers, Workers)
 
 DS_SLIDE_ABI(std::int64_t, workers_num_threads, (Workers const* workers)) { return workers->num_threads(); }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from struct import Struct
-from typing import Any, Literal
+from typing import Literal
 
 from ds_slide._native.library import checked, function, new_handle
 
@@ -14,7 +14,6 @@ Isa = Literal["auto", "avx512", "avx2", "portable"]
 SumIsa = Literal["auto", "sse42", "portable"]
 
 _workers_new = function("workers_new", "q:pqpq")
-_workers_delete = function("workers_delete", "q:p")
 _workers_num_threads = function("workers_num_threads", "q:p", keeps_gil=True)
 _update = function("update", "q:ppqpq")
 _copy = function("copy", "q:pqqq")
@@ -51,13 +50,10 @@ class Workers:
     """
 
     def __init__(self, num_threads: int, cores: list[int]) -> None:
-        self._handle = new_handle()
+        self._handle = new_handle("workers")
         checked(
             _workers_new(ctypes.byref(self._handle), num_threads, (ctypes.c_int64 * len(cores))(*cores), len(cores))
         )
-
-    def __del__(self, _delete: Any = _workers_delete) -> None:
-        _delete(getattr(self, "_handle", None))
 
     @property
     def num_threads(self) -> int:

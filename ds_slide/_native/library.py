@@ -90,10 +90,24 @@ def integer(value: int | None) -> Any:
     return None if value is None else ctypes.byref(ctypes.c_int64(value))
 
 
-def new_handle() -> ctypes.c_void_p:
-    """Return the place of a pointer to an object of C++.
+_cell_new = function("cell_new", "p:", keeps_gil=True)
+_capsule_new = ctypes.pythonapi.PyCapsule_New
+_capsule_new.restype = ctypes.py_object
+_capsule_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
-    A constructor in C++ writes the pointer there, and the Python object that has this place deletes what it points to.
-    So an interrupt between the call and an assignment loses nothing.
+
+def new_handle(kind: str) -> ctypes.c_void_p:
+    """Return the place of a pointer to an object of C++. A constructor in C++ writes the pointer there.
+
+    The object is deleted with the last reference to its place, by a capsule. A `__del__` would be too early: the
+    garbage collector calls those of all objects of a cycle before it frees any, and an engine's own still uses its
+    buffers. An interrupt between the call of C++ and an assignment loses nothing. `kind`: as in slide_`kind`_drop.
     """
-    return ctypes.c_void_p()
+    cell = _cell_new()
+    if cell is None:
+        raise MemoryError("there are no 8 bytes of memory")
+    drop = ctypes.cast(_HELD[f"slide_{kind}_drop"], ctypes.c_void_p)
+    owner = _capsule_new(cell, None, drop)
+    place = ctypes.c_void_p.from_address(cell)
+    place.owner = owner  # type: ignore[attr-defined]  # as on every object of Python
+    return place

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from ds_slide._native.library import checked, function, new_handle
 
 _slab_new = function("slab_new", "q:pqqqp")
-_slab_delete = function("slab_delete", "q:p")
 _slab_close = function("slab_close", "q:p")
 _slab_data = function("slab_data", "p:p", keeps_gil=True)
 _slab_pinned = function("slab_pinned", "q:p", keeps_gil=True)
@@ -32,14 +31,11 @@ class Slab:
     """
 
     def __init__(self, nbytes: int, pin: bool, huge_pages: bool, place: tuple[int, int] | None = None) -> None:
-        self._handle = new_handle()
+        self._handle = new_handle("slab")
         self.nbytes = nbytes
         """The size asked for, in bytes."""
         where = None if place is None else (ctypes.c_int64 * 2)(*place)
         checked(_slab_new(ctypes.byref(self._handle), nbytes, pin, huge_pages, where))
-
-    def __del__(self, _delete: Any = _slab_delete) -> None:
-        _delete(getattr(self, "_handle", None))
 
     @property
     def ptr(self) -> int:
@@ -67,14 +63,12 @@ class Slab:
 # Leases come and go with the GIL held: they take less time than releasing it.
 
 _pool_new = function("pool_new", "q:pqqqq")
-_pool_delete = function("pool_delete", "q:p")
 _pool_close = function("pool_close", "q:p")
 _pool_try_lease = function("pool_try_lease", "q:pp", keeps_gil=True)
 _pool_addresses = function("pool_addresses", "q:ppq", keeps_gil=True)
 _pool_stats = function("pool_stats", "q:pp", keeps_gil=True)
 _lease_data = function("lease_data", "p:p", keeps_gil=True)
 _lease_release = function("lease_release", "q:p", keeps_gil=True)
-_lease_delete = function("lease_delete", "q:p", keeps_gil=True)
 
 
 class Lease:
@@ -88,12 +82,8 @@ class Lease:
 
     def __init__(self, nbytes: int) -> None:
         """Make a lease of no buffer: `Pool.try_lease` gives it one."""
-        self._handle = new_handle()
+        self._handle = new_handle("lease")
         self.nbytes = nbytes
-
-    def __del__(self, _delete: Any = _lease_delete) -> None:
-        if handle := getattr(self, "_handle", None):  # an interrupt may come before there is one
-            _delete(handle)
 
     @property
     def ptr(self) -> int:
@@ -120,12 +110,9 @@ class Pool:
     """
 
     def __init__(self, buffer_bytes: int, count: int, pin: bool, huge_pages: bool) -> None:
-        self._handle = new_handle()
+        self._handle = new_handle("pool")
         self.buffer_bytes = buffer_bytes
         checked(_pool_new(ctypes.byref(self._handle), buffer_bytes, count, pin, huge_pages))
-
-    def __del__(self, _delete: Any = _pool_delete) -> None:
-        _delete(getattr(self, "_handle", None))
 
     def try_lease(self) -> Lease | None:
         """A buffer, with whatever its last user left in it, if one is free; never waits. RuntimeError when the pool is
@@ -161,7 +148,6 @@ class Pool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 _generations_new = function("generations_new", "q:ppqq")
-_generations_delete = function("generations_delete", "q:p")
 _generations_bytes = function("generations_bytes", "q:q", keeps_gil=True)
 _generations_publish = function("generations_publish", "q:pqq")
 _generations_store = function("generations_store", "q:pqq", keeps_gil=True)
@@ -184,12 +170,9 @@ class Generations:
     """
 
     def __init__(self, slab: Slab, count: int) -> None:
-        self._handle = new_handle()
+        self._handle = new_handle("generations")
         self._slab = slab
         checked(_generations_new(ctypes.byref(self._handle), slab.ptr, slab.nbytes, count))
-
-    def __del__(self, _delete: Any = _generations_delete) -> None:
-        _delete(getattr(self, "_handle", None))
 
     @staticmethod
     def bytes(count: int) -> int:

@@ -8,12 +8,11 @@ import os
 import time
 from itertools import chain
 from struct import pack
-from typing import Any, Literal
+from typing import Literal
 
 from ds_slide._native.library import checked, function, integer, last_sentence, new_handle
 
 _io_new = function("io_new", "q:ppqqpp")
-_io_delete = function("io_delete", "q:p")
 _io_backend = function("io_backend", "q:ppq", keeps_gil=True)
 _io_open = function("io_open", "q:ppqp")
 _io_is_direct = function("io_is_direct", "q:pq")
@@ -63,13 +62,10 @@ class IoEngine:
         ``queue_depth`` of them are measured to be 5 % faster; urgent ones may always be more. "auto" takes the first
         backend that works. RuntimeError with the errno text when the one named does not.
         """
-        self._handle = new_handle()
+        self._handle = new_handle("io")
         place = ctypes.byref(self._handle)
         burst, low = integer(burst_bytes), integer(low_depth)
         checked(_io_new(place, backend.encode(), queue_depth, request_bytes, burst, low))
-
-    def __del__(self, _delete: Any = _io_delete) -> None:
-        _delete(getattr(self, "_handle", None))  # waits for the requests in flight
 
     @property
     def backend(self) -> Backend:
@@ -161,7 +157,6 @@ class IoEngine:
 
 
 _turns_new = function("turns_new", "q:ppqp")
-_turns_delete = function("turns_delete", "q:p", keeps_gil=True)
 _turns_writes_next = function("turns_writes_next", "q:pqq", keeps_gil=True)
 _turns_started = function("turns_started", "q:pq", keeps_gil=True)
 _turns_finished = function("turns_finished", "q:pqdq", keeps_gil=True)
@@ -174,11 +169,8 @@ class Turns:
     any clock."""
 
     def __init__(self, burst_bytes: int | None, depth: int, low_depth: int | None = None) -> None:
-        self._handle = new_handle()
+        self._handle = new_handle("turns")
         checked(_turns_new(ctypes.byref(self._handle), integer(burst_bytes), depth, integer(low_depth)))
-
-    def __del__(self, _delete: Any = _turns_delete) -> None:
-        _delete(getattr(self, "_handle", None))
 
     def writes_next(self, reads_wait: bool, writes_wait: bool) -> bool:
         """True for a write."""

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_slide.plan.trace import FUNCTION
 from ds_slide.runtime.core.calls import add_tensors
-from ds_slide.runtime.core.compiled_code import is_compiled, uncompiled
+from ds_slide.runtime.core.compiled_code import apart, is_compiled, uncompiled
 from ds_slide.runtime.core.unit import Unit
 
 FLAG = "gradient_checkpointing"
@@ -128,6 +128,13 @@ class RunsBlocks(Protocol):
     def leave_unasked(self) -> None:
         """Run the script's model as it is written in this forward."""
 
+    def leave_compiled(self, order: int) -> None:
+        """Run a compiled block as it is written, from this forward on."""
+
+
+def _call(function: Callable[..., Any], *inputs: Any) -> Any:
+    return function(*inputs)
+
 
 @dataclass(frozen=True)
 class _Taken:
@@ -149,7 +156,7 @@ class TakenOver:
         }
         """The module of each block, and those in it."""
         # One object for each block, for ever: torch.compile compiles anew for a new one.
-        self._ours = {unit.order: functools.partial(self._call, unit) for unit in blocks if unit.order in self._modules}
+        self._ours = {unit.order: self._ours_of(unit) for unit in blocks if unit.order in self._modules}
         self._taken: dict[int, _Taken] = {}
         self._left: set[int] = set()
         """Blocks that stay as they are written."""
@@ -204,10 +211,20 @@ class TakenOver:
                 for name in [name for name, value in taken.before.items() if value is _ABSENT]:
                     del own[name]
 
-    def _call(self, unit: Unit, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Stand for the layer's checkpoint."""
-        written = self._taken[unit.order].checkpoint
-        return self._runner.run(BlockCall(unit, self._modules[unit.order], written, function, inputs))
+    def _ours_of(self, unit: Unit) -> Callable[..., Any]:
+        """Return what stands for the layer's checkpoint."""
+
+        def run(function: Callable[..., Any], *inputs: Any) -> Any:
+            written = self._taken[unit.order].checkpoint
+            return self._runner.run(BlockCall(unit, self._modules[unit.order], written, function, inputs))
+
+        def as_written(*_: Any) -> Checkpoint:
+            # Traced code would record events of the GPU in a graph, and decide once for all forwards.
+            written = self._taken[unit.order].checkpoint
+            self._runner.leave_compiled(unit.order)
+            return _call if written is UNASKED else written
+
+        return apart(run, as_written)
 
 
 def _as_written(module: nn.Module) -> Checkpoint | None:

@@ -41,6 +41,24 @@ def uncompiled(hook: Callable[..., Any], found: Callable[[], None] | None = None
     return run
 
 
+def apart(eager: Callable[..., Any], in_compiled: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a function that dynamo does not trace. It calls `eager`. Where compiled code calls it, it calls what
+    `in_compiled` returns for the arguments, which dynamo may compile."""
+    from torch._dynamo.eval_frame import skip_code
+
+    def run(*call: Any) -> Any:
+        around = set_eval_frame(None)
+        try:
+            function = in_compiled(*call) if around else eager
+        finally:
+            set_eval_frame(around)
+        return function(*call)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip_code(run.__code__)
+    return run
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` has been asked to compile the module's call or its forward."""
     return module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), _WRAPPED)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from compiled import FP32, STEPS, WAYS, Counting, Net, losses, losses_of, no_compilation_after, tokens
-from harness import ds_config, engine_for
+from harness import batches, ds_config, engine_for, llama, train
 from torch import nn
 
+from ds_slide.runtime.activations.costs import CallTimes
 from ds_slide.runtime.core.compiled_code import uncompiled
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -108,3 +109,31 @@ def test_blocks_with_narrowed_weights_are_compiled_once() -> None:
     backend = Counting("aot_eager")
     assert losses_of(Net(), PLACES["streamed"], "layers", backend, **autocast) == expected
     assert backend.blocks == 1
+
+
+@pytest.mark.parametrize("asked", [None, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_decides_about_activations_is_not_compiled(monkeypatch: pytest.MonkeyPatch, asked: bool | None) -> None:
+    """transformers' layers call their checkpoint inside of the compiled model, also where the script asks for none. On
+    a GPU, timing events that were recorded in a graph ended the third step with an error."""
+    timed: list[int] = []
+    leave = CallTimes.leave
+
+    def noted(times: CallTimes, order: int, shape: Any, *, is_mixed: bool) -> None:
+        timed.append(order)
+        leave(times, order, shape, is_mixed=is_mixed)
+
+    monkeypatch.setattr(CallTimes, "leave", noted)
+
+    def trained(compiles: bool) -> list[float]:
+        with engine_for(llama(), ds_config({"window": 2, "gpu_memory": "1GiB"}, **FP32)) as engine:
+            if asked is not None:
+                engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": asked})
+            if compiles:
+                engine.compile(backend="aot_eager")
+            return train(engine, batches(STEPS)).losses
+
+    expected = trained(compiles=False)
+    assert timed
+    timed.clear()
+    assert trained(compiles=True) == pytest.approx(expected, abs=1e-5)
+    assert timed == []

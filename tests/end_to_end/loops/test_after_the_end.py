@@ -147,7 +147,8 @@ def test_reload_states_does_nothing() -> None:
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_float64_model_is_told_why_and_what_helps(trains: bool) -> None:
-    with pytest.raises(SlideError, match=r"is torch\.float64, but .* checkpoints are fp32; .* with model\.float\(\)"):
+    told = r"is torch\.float64 and requires a gradient, but .* checkpoints are fp32\); .* with model\.float\(\)"
+    with pytest.raises(SlideError, match=told):
         start(made(Net).double(), {"window": 2}, trains=trains)
     engine = start(made(Net).double().float(), {"window": 2}, trains=trains)
     engine.destroy()

@@ -103,7 +103,7 @@ def test_weights_that_are_a_view_of_a_file_are_no_memory_that_comes_free(tmp_pat
     )
 
     def comes_free() -> int:
-        found = assemble._budgets(model, settings, Device(torch.device("cpu")))
+        found = assemble._budgets(model, [], settings, Device(torch.device("cpu")))
         return found.host_free - found.gpu_free  # what is available and what will be
 
     assert comes_free() == nbytes

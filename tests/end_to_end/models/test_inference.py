@@ -452,7 +452,7 @@ def test_memory_that_an_engine_has_not_touched_yet_is_not_free(monkeypatch: pyte
     config, device = SlideConfig(), Device(torch.device("cpu"))
 
     def host_free() -> int:
-        return assemble._budgets(nn.Module(), config, device).host_free
+        return assemble._budgets(nn.Module(), [], config, device).host_free
 
     gc.collect()
     alone = host_free()

@@ -412,7 +412,7 @@ INITIALIZE = textwrap.dedent(
 END_TO_END = {
     "stage 2": (ds_config({"stage": 2}), None, "zero_optimization.stage is 2, but"),
     "no ZeRO": (ds_config(zero_optimization=None), None, "zero_optimization.stage is 0, but"),
-    "Adagrad": (ds_config(optimizer=None), "Adagrad", "the optimizer is torch.optim.adagrad.Adagrad, but"),
+    "LBFGS": (ds_config(optimizer=None), "LBFGS", "torch.optim.lbfgs.LBFGS needs a closure in step()"),
     "nvme": (
         ds_config({"offload_param": {"device": "nvme"}}),
         None,
