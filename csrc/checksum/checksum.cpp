@@ -41,7 +41,10 @@ void for_slices(Workers& workers, std::size_t pages, Body const& body) {
 
 }  // namespace
 
-SumIsa best_sum_isa() { return Processor().sse42 ? SumIsa::sse42 : SumIsa::portable; }
+SumIsa best_sum_isa() {
+  static Processor const processor;
+  return processor.sse42 ? SumIsa::sse42 : SumIsa::portable;
+}
 
 void page_sums(Workers& workers, SumIsa isa, void const* data, std::size_t pages, std::uint32_t* sums) {
   PageSums const kernel = kernel_of(isa);
