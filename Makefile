@@ -78,7 +78,8 @@ QUICK := $(foreach case,sft grpo,test_trl.py::test_losses_and_weights_are_stocks
 PACKED := $(addprefix tests/end_to_end/,models/test_packed.py models/test_packed_adapters.py ranks/test_packed_ranks.py)
 # Those of DS-Slide's own tests in which transformers says how a layer is called and recomputed.
 OLDER := $(addprefix activations/test_,activations moved_inputs mixed_blocks inputs_on_ssd unasked_recomputation saved_tensors) \
-	$(addprefix steps/test_,own_boundaries two_passes) $(addprefix models/test_,families features generation hf_trainer)
+	$(addprefix steps/test_,own_boundaries two_passes) $(addprefix models/test_,families features generation hf_trainer) \
+	compile/test_compiled_training
 OLDER_TEST = $(CLIENT_TEST) $(CLIENTS)/older-transformers/bin/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
 CLIENT_TEST = $(ACTIVATE) OMP_NUM_THREADS=1
 CLIENT_FLAGS = -m pytest -m clients $(PYTEST_FLAGS)
