@@ -104,6 +104,7 @@ VALUES: dict[str, Any] = {
     "cpu_cores": ["auto", "none", [0], [0, 0], [1023], [10**20]],
     "blocks": ["auto", ["model.layers"], ["model.layers"] * 2, ["model"], ["no.such"], ["\ud800"], ["x" * 300]],
     "stream_head": [True, False],
+    "flat_pieces": [True, False],
     "huge_pages": [True, False],
     "kernels": ["auto", "off", ["loss"], ["norm", "norm"]],
     "async_save": [True, False],

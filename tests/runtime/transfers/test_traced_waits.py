@@ -145,7 +145,7 @@ def test_recording_takes_less_than_a_hundredth_of_a_block() -> None:
             with failures.waiting("it"):
                 pass
 
-        return cost(lambda: meter.add_span(1.0, 2.0)), cost(wait), cost(Future(failures, "it").keep)
+        return cost(lambda: meter.add_span(1.0, 2.0)), cost(wait), cost(Future(failures, "it").complete)
 
     more = [on - off for on, off in zip(recording(True), recording(False), strict=True)]
     a_block = sum(count * seconds for count, seconds in zip(A_BLOCK.values(), more, strict=True))
