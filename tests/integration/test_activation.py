@@ -374,8 +374,8 @@ class TestEngines:
         assert [line for line in result.stdout.splitlines() if line.startswith("ENGINE ")] == [
             "ENGINE DeepSpeedZeroOptimizer_Stage3",
             # From the constructor of the optimizer: only there is it known what the script's callable makes.
-            "ENGINE SlideConfigError torch.optim.lbfgs.LBFGS needs a closure in step(), which computes the loss again, and "
-            "ZeRO-3 has none; use another one",
+            "ENGINE SlideConfigError torch.optim.lbfgs.LBFGS needs a closure in step(), which computes the loss again, "
+            "and ZeRO-3 has none; use another one",
             "ENGINE SlideZeroOptimizer",
             "ENGINE DeepSpeedZeroOptimizer_Stage3",
         ], result.stderr
