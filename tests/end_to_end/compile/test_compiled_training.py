@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from compiled import FP32, STEPS, WAYS, Counting, Net, losses, losses_of, no_compilation_after, tokens
 from harness import batches, ds_config, engine_for, llama, train
+from packaging.version import Version
 from torch import nn
 
 from ds_slide.runtime.activations.costs import CallTimes
@@ -111,6 +113,10 @@ def test_blocks_with_narrowed_weights_are_compiled_once() -> None:
     assert backend.blocks == 1
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) >= Version("5.23"),
+    reason="the checkpoint is around the forward alone, in the hooks",
+)
 @pytest.mark.parametrize("asked", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_decides_about_activations_is_not_compiled(monkeypatch: pytest.MonkeyPatch, asked: bool | None) -> None:
     """transformers' layers call their checkpoint inside of the compiled model, also where the script asks for none. On
