@@ -120,13 +120,16 @@ def enter(host: Host, common: Path) -> None:
     _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
     socket.sethostname(host.name)
     _mount("none", "/", MS_REC | MS_PRIVATE)
-    held = os.open(common, os.O_PATH | os.O_DIRECTORY)  # it may be in /tmp
+    # What is to stay visible may be in /tmp: this project, and the environment that it runs in.
+    shown = [common, Path(__file__).parents[2], Path(sys.prefix)]
+    held = [(path, os.open(path, os.O_PATH | os.O_DIRECTORY)) for path in shown if Path("/tmp") in path.parents]
     for name in ("dev/shm", "tmp"):
         (own := common / host.name / name).mkdir(parents=True, exist_ok=True)
         _mount(str(own), f"/{name}", MS_BIND)
-    common.mkdir(parents=True, exist_ok=True)
-    _mount(f"/proc/self/fd/{held}", str(common), MS_BIND)
-    os.close(held)
+    for path, descriptor in held:
+        path.mkdir(parents=True, exist_ok=True)
+        _mount(f"/proc/self/fd/{descriptor}", str(path), MS_BIND)
+        os.close(descriptor)
     os.environ.update(GLOO_SOCKET_IFNAME=INTERFACE, TP_SOCKET_IFNAME=INTERFACE)
 
 
