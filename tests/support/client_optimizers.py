@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from harness import Batch, Loss, Result, causal_loss, ds_config, half_up
+from harness import Batch, Loss, Result, causal_loss, ds_config, half_up, stepped
 from torch import nn
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -149,11 +149,4 @@ def plain_training(
     model: nn.Module, make: Make, data: Sequence[Batch], clip: float, loss_of: Loss = causal_loss
 ) -> Result:
     """As `harness.trained`, without an engine."""
-    plain, result = Plain(model, make, clip), Result()
-    for batch in data:
-        loss = loss_of(model, batch)
-        loss.backward()
-        result.losses.append(loss.item())
-        result.norms.append(plain.step())
-    result.states = plain.states()
-    return result
+    return stepped(Plain(model, make, clip), model, data, loss_of)

@@ -14,7 +14,6 @@ from client_optimizers import OURS
 from deepspeed.utils import safe_get_full_fp32_param
 from harness import engine_for
 from small_parameters_worker import OddModel, batches
-from torch import nn
 
 from ds_slide.errors import SlideConfigError
 
@@ -42,13 +41,8 @@ def config(slide: dict[str, Any] | None, clip: float) -> dict[str, Any]:
 def plain(name: str, clip: float) -> dict[str, torch.Tensor]:
     """Plain torch with both batches: the weights at the end."""
     model = OddModel()
-    optimizer = OURS[name](model.parameters())
-    for both in batches():
-        optimizer.zero_grad()
-        model(both.flatten(0, 1)).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+    for _ in two_ranks.plain_steps(model, OURS[name](model.parameters()), batches(), clip):
+        pass
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -317,8 +317,13 @@ class PlainAdamW:
 def plain_training(
     model: nn.Module, data: Sequence[Batch], clip: float, loss_of: Loss = causal_loss, **options: Any
 ) -> Result:
-    """As `trained`, without an engine: a step for each micro-batch. `options`: more of PlainAdamW's."""
-    optimizer, result = PlainAdamW(model, clip, **options), Result()
+    """As `trained`, without an engine. `options`: more of PlainAdamW's."""
+    return stepped(PlainAdamW(model, clip, **options), model, data, loss_of)
+
+
+def stepped(optimizer: Any, model: nn.Module, data: Sequence[Batch], loss_of: Loss = causal_loss) -> Result:
+    """What comes of a step of `optimizer`, a `PlainAdamW` or its like, for each micro-batch."""
+    result = Result()
     for batch in data:
         loss = loss_of(model, batch)
         loss.backward()

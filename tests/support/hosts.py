@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ import pytest
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 INTERFACE = "eth0"
+DESCRIPTION = "hosts.json"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -104,12 +106,23 @@ def joined(count: int) -> Iterator[list[Host]]:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[list[Host]]:
+@contextlib.contextmanager
+def described(count: int, folder: Path, megabits: int = 0) -> Iterator[list[Host]]:
+    """`count` hosts on one network, which worker scripts `read` in `folder`. Skips the test where hosts cannot be
+    emulated. `megabits`: the rate of each host's link, if it is slow."""
     if why := why_not():
         pytest.skip(why)
-    with joined(2) as hosts:
+    with joined(count) as hosts:
+        (folder / DESCRIPTION).write_text(json.dumps([asdict(host) for host in hosts]))
+        for host in hosts if megabits else ():
+            host.slow(megabits)
         yield hosts
+
+
+def read(folder: Path) -> list[Host]:
+    """The hosts that a test has described in `folder`; none if it has not."""
+    file = folder / DESCRIPTION
+    return [Host(**each) for each in json.loads(file.read_text())] if file.exists() else []
 
 
 def enter(host: Host, common: Path) -> None:

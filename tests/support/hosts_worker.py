@@ -6,7 +6,6 @@ python hosts_worker.py FOLDER RANKS NAME...     `hosts.json` in FOLDER names the
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -53,12 +52,11 @@ class Counted:
 @contextlib.contextmanager
 def as_rank(rank: int, ranks: int, folder: Path) -> Iterator[tuple[dict[str, Any], Path]]:
     """A process group, what is saved for `two_ranks.seen_by` at the end, and a directory of this rank's host."""
-    described = folder / "hosts.json"
-    if not described.exists():
+    joined = hosts.read(folder)
+    if not joined:
         with two_ranks.as_rank(rank, folder, ranks) as seen:
             yield seen, folder / "disk"
         return
-    joined = [hosts.Host(**each) for each in json.loads(described.read_text())]
     per_host = ranks // len(joined)
     host = joined[rank // per_host]
     hosts.enter(host, folder)

@@ -77,12 +77,7 @@ def plain(clip: float) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """Plain torch with both batches: the norms after each step, and the weights at the end."""
     model, read = OddModel(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
-    for both in batches():
-        optimizer.zero_grad()
-        model(both.flatten(0, 1)).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+    for _ in two_ranks.plain_steps(model, optimizer, batches(), clip):
         read.append(norms(model))
         write(model)
     return read, {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import deepspeed
 import pytest
 import torch
 import warm
+from torch import nn
 
 RANKS = 2
 
@@ -67,6 +68,19 @@ def fork_world(ranks: int, main: Callable[[int, Path], None], folder: Path) -> N
     for _ in range(ranks):
         if os.wait()[1]:
             sys.exit("a rank has failed")  # the other one may wait for it for ever
+
+
+def plain_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterable[torch.Tensor], clip: float
+) -> Iterator[None]:
+    """Plain torch with the batches of all ranks ([ranks, ...]), a step at a time."""
+    for of_ranks in data:
+        optimizer.zero_grad()
+        model(of_ranks.flatten(0, 1)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        yield
 
 
 @contextlib.contextmanager

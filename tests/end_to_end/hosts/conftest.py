@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +23,8 @@ def on_hosts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seen]:
         worker: str, count: int, ranks: int, *arguments: str, folder: Path | None = None, megabits: int = 0
     ) -> Seen:
         folder = folder or tmp_path_factory.mktemp("hosts")
-        described = folder / "hosts.json"
-        described.unlink(missing_ok=True)
-        if count and (why := hosts.why_not()):
-            pytest.skip(why)
-        with hosts.joined(count) if count else nullcontext([]) as joined:
-            if joined:
-                described.write_text(json.dumps([asdict(host) for host in joined]))
-            for host in joined if megabits else ():
-                host.slow(megabits)
+        (folder / hosts.DESCRIPTION).unlink(missing_ok=True)
+        with hosts.described(count, folder, megabits) if count else nullcontext():
             seen = two_ranks.seen_by(two_ranks.run(worker, folder, str(ranks), *arguments), ranks)
         return [{**each, "folder": folder} for each in seen]
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import hosts
@@ -21,10 +19,7 @@ LIMIT_S = 8.0
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[tuple[list[hosts.Host], list[warm.Run]]]:
     """Two hosts with a rank each, which have trained two steps."""
-    if why := hosts.why_not():
-        pytest.skip(why)
-    with hosts.joined(2) as joined, contextlib.ExitStack() as runs:
-        (tmp_path / "hosts.json").write_text(json.dumps([asdict(host) for host in joined]))
+    with hosts.described(2, tmp_path) as joined, contextlib.ExitStack() as runs:
         started = []
         for rank in range(2):
             (own := tmp_path / f"rank-{rank}").mkdir()

@@ -18,8 +18,6 @@ SETTINGS = ("--model", "tiny", "--batch", "2", "--seq", "32", "--steps", "3")
 
 @pytest.mark.slow
 def test_the_stock_launcher_without_ssh(tmp_path: Path) -> None:
-    if why := hosts.why_not():
-        pytest.skip(why)
     script = [str(ROOT / "examples" / "finetune.py"), "--deepspeed_config", str(ROOT / "configs" / "slide_cpu.json")]
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     environment = {name: value for name, value in os.environ.items() if name not in warm.OF_A_RANK} | warm.ON_CPU
@@ -29,7 +27,7 @@ def test_the_stock_launcher_without_ssh(tmp_path: Path) -> None:
         lines = (tmp_path / name).read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
 
-    with hosts.joined(2) as joined:
+    with hosts.described(2, tmp_path) as joined:
         (tmp_path / "hosts.txt").write_text("".join(f"{host.address} slots=1\n" for host in joined))
         started = []
         for number, host in enumerate(joined):
