@@ -122,7 +122,7 @@ class Pool:
 
     @property
     def addresses(self) -> list[int]:
-        """Of all buffers, lent or not, until it is closed."""
+        """The addresses of all buffers, lent or not, until the pool is closed."""
         count = checked(_pool_addresses(self._handle, None, 0))
         found = (ctypes.c_uint64 * count)()
         return list(found[: checked(_pool_addresses(self._handle, found, count))])
@@ -176,19 +176,19 @@ class Generations:
 
     @staticmethod
     def bytes(count: int) -> int:
-        """That ``count`` counters need."""
+        """Return the bytes that ``count`` counters need."""
         return checked(_generations_bytes(count))
 
     def publish(self, index: int, value: int) -> None:
-        """The owner: what it wrote before is seen by those whose wait this ends."""
+        """Raise a counter, as its owner. A wait that it ends sees everything that the owner wrote before."""
         checked(_generations_publish(self._handle, index, value))
 
     def store(self, index: int, value: int) -> None:
-        """As `publish`, for one of several counters that change together: nobody wakes up before the next event."""
+        """Raise one of several counters that change together. No wait ends before the next event."""
         checked(_generations_store(self._handle, index, value))
 
     def close(self) -> None:
-        """The owner: nothing will be published any more; waits for more than there is end."""
+        """Say that nothing will be published any more, as the owner. Waits for higher numbers end."""
         checked(_generations_close(self._handle))
 
     def value(self, index: int) -> int:
@@ -218,5 +218,5 @@ class Generations:
         checked(_generations_wait_change(self._handle, seen))
 
     def poke(self) -> None:
-        """An event that changes no counter: all who wait look again. For any thread."""
+        """Make an event that changes no counter: all waits look again. For any thread."""
         checked(_generations_poke(self._handle))

@@ -177,11 +177,11 @@ class Turns:
         return bool(_turns_writes_next(self._handle, reads_wait, writes_wait))
 
     def started(self, nbytes: int) -> None:
-        """So many bytes of the kind chosen last went to the device."""
+        """Note that ``nbytes`` of the kind chosen last went to the device."""
         checked(_turns_started(self._handle, nbytes))
 
     def finished(self, nbytes: int, now_s: float, both_wait: bool) -> None:
-        """So many bytes were moved by ``now_s``."""
+        """Note that ``nbytes`` had been moved at ``now_s``."""
         checked(_turns_finished(self._handle, nbytes, now_s, both_wait))
 
     @property

@@ -228,7 +228,7 @@ def _copied(value: Any, replaced: Mapping[Any, Any]) -> Any:
     if isinstance(value, dict):
         made = copy.copy(value)
         made.clear()
-        # A dictionary by parameters has those of the unit.
+        # Of a dictionary by parameters, only the unit's own are copied.
         own = ((k, v) for k, v in value.items() if not isinstance(k, nn.Parameter) or id(k) in replaced)
         made.update({_copied(key, replaced): _copied(each, replaced) for key, each in own})
         return made
