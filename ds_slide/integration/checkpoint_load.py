@@ -106,7 +106,8 @@ def load_checkpoint(
         stock: Loaded = type(engine).load_checkpoint(engine, load_dir)  # warns and loads nothing
         return stock
     tag = whole_tag(engine, directory, tag, wanted)
-    whole_model = wanted.whole_model(_ranks_of(directory / tag))
+    # `_ranks_of` asks all ranks, which a load with optimizer states need not do again.
+    whole_model = not everything and wanted.whole_model(_ranks_of(directory / tag))
     with _reading(engine) as reading:
         subspaces = _subspaces(units, directory / tag, reading, engine.global_rank) if everything else None
         own = _of_client(engine, directory / tag, reading) if everything else None

@@ -83,7 +83,7 @@ def check_json(raw: Any) -> None:
     from ds_slide.config.json_types import AUTO
     from ds_slide.integration import contract
 
-    if (stage := _at(raw, "zero_optimization.stage", 0)) != AUTO:
+    if (stage := value_at(raw, "zero_optimization.stage", 0)) != AUTO:
         contract.require_stage(stage)
     contract.raise_all(*json_problems(raw, slide))
 
@@ -97,22 +97,22 @@ def json_problems(raw: Mapping[str, Any], slide: SlideConfig) -> Iterator[str]:
 
     # The values of the JSON by the names that the checks of the engine use, without "auto".
     rows = (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)
-    values = {row.name: value for row in rows if (value := _at(raw, row.path)) not in (None, AUTO)}
+    values = {row.name: value for row in rows if (value := value_at(raw, row.path)) not in (None, AUTO)}
     for name, path in (
         ("clip_grad", "gradient_clipping"),
         ("gradient_accumulation_steps", "gradient_accumulation_steps"),
         ("managed_gradient_accumulation", "managed_gradient_accumulation"),
     ):
-        if isinstance(value := _at(raw, path), int | float):
+        if isinstance(value := value_at(raw, path), int | float):
             values[name] = value
-    values["fp16"] = _at(raw, "fp16.enabled") is True
-    offload = _at(raw, "zero_optimization.offload_optimizer")
+    values["fp16"] = value_at(raw, "fp16.enabled") is True
+    offload = value_at(raw, "zero_optimization.offload_optimizer")
     values["offload_optimizer_config"] = (
         SimpleNamespace(**{str(key): value for key, value in offload.items()}) if isinstance(offload, Mapping) else None
     )
-    values["torch_autocast"] = _at(raw, "torch_autocast.enabled") is True
-    values["torch_autocast_dtype"] = _dtype(_at(raw, "torch_autocast.dtype"))
-    values["zenflow_config"] = _at(raw, "zero_optimization.zenflow")
+    values["torch_autocast"] = value_at(raw, "torch_autocast.enabled") is True
+    values["torch_autocast_dtype"] = _dtype(value_at(raw, "torch_autocast.dtype"))
+    values["zenflow_config"] = value_at(raw, "zero_optimization.zenflow")
     yield from setting_problems(values, rows)
     yield from contract.autocast_problems(values)
     yield from contract.offload_problems(values)
@@ -126,7 +126,7 @@ def _ssd_is_open(slide: SlideConfig, raw: Mapping[str, Any]) -> bool:
     """Whether the existence or the place of an SSD tier is still to be filled in."""
     from ds_slide.config.json_types import AUTO, SECTIONS, device_of
 
-    sections = [_at(raw, f"zero_optimization.{name}") for name in SECTIONS]
+    sections = [value_at(raw, f"zero_optimization.{name}") for name in SECTIONS]
     if any(device_of(section) == AUTO for section in sections):
         return True
     on_nvme = [section for section in sections if device_of(section) == "nvme"]
@@ -143,7 +143,8 @@ def _dtype(name: Any) -> Any:
         return name
 
 
-def _at(raw: Any, path: str, default: Any = None) -> Any:
+def value_at(raw: Any, path: str, default: Any = None) -> Any:
+    """Return the value at a JSON path ("a.b"), or `default` where there is none."""
     for key in path.split("."):
         if not isinstance(raw, Mapping) or key not in raw:
             return default

@@ -12,7 +12,7 @@ from ds_slide.config.json_types import AUTO, SECTIONS, type_problems
 from ds_slide.errors import SlideConfigError
 from ds_slide.integration import update_rules
 from ds_slide.integration.contract import optimizer_choice_problems, require_stage, rule_problems
-from ds_slide.integration.early import json_problems
+from ds_slide.integration.early import json_problems, value_at
 
 
 def refusals(raw: Mapping[str, Any]) -> list[str]:
@@ -21,21 +21,18 @@ def refusals(raw: Mapping[str, Any]) -> list[str]:
     The model, the script's optimizer and values that are "auto" are not known here. The block counts as switched on.
     """
     found, slide = _block_refusals(raw)
-    zero = raw.get("zero_optimization")
+    stage, name = value_at(raw, "zero_optimization.stage", 0), value_at(raw, "optimizer.type")
     if problems := list(type_problems(raw, filled=False)):
         # The other checks would read these sections as objects.
         found += problems
-        kept = {key: value for key, value in _mapping(zero).items() if key not in SECTIONS}
+        kept = {key: value for key, value in _mapping(raw.get("zero_optimization")).items() if key not in SECTIONS}
         raw = {**raw, "zero_optimization": kept, "aio": {}}
         slide = slide.model_copy(update={"nvme_path": None})
-    stage = _mapping(zero).get("stage", 0)
     if stage != AUTO:
         try:
             require_stage(stage)
         except SlideConfigError as error:
             found.append(str(error))
-    optimizer = raw.get("optimizer")
-    name = _mapping(optimizer).get("type")
     if isinstance(name, str) and name != AUTO:
         name = name.lower() if update_rules.known_as(name.lower()) else name  # as DeepSpeed reads it
         found += optimizer_choice_problems(name, None)
@@ -142,9 +139,7 @@ def converted(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         notes.append(f"zero_optimization.stage: {shown(zero.get('stage', 0))} becomes 3, the stage of DS-Slide")
         made["zero_optimization"] = {"stage": 3, **{key: value for key, value in zero.items() if key != "stage"}}
     for row in REPLACED:
-        section: Any = made
-        for key in row.section.split("."):
-            section = section.get(key) if isinstance(section, dict) else None
+        section = value_at(made, row.section)
         for name in row.names if isinstance(section, dict) else ():
             if name in section:
                 del section[name]

@@ -112,7 +112,7 @@ class ParameterProtocol:
         matrix would stay there until the backward has ended. -> whether it is bound. A parameter that a script has cast
         gets a copy instead."""
         unit, entry = self.places[parameter]
-        if unit.resident is None or parameter.dtype != _declared(unit, entry) or not self._runtime.access.is_in_forward:
+        if unit.resident is None or parameter.dtype != unit.declared(entry) or not self._runtime.access.is_in_forward:
             return False
         state_buffers.require_stepped(self._runtime, unit, "gathering a parameter")
         self._runtime.resident_weights.bind(unit)
@@ -149,8 +149,12 @@ class ParameterProtocol:
                     self._runtime.resident_weights.bind(unit)
                 absent_parameters.leave((parameter,))
                 self._gathered.add(parameter)
-                here = parameter.dtype == _declared(*self.places[parameter])
+                here = parameter.dtype == self._declared(parameter)
                 parameter.data = parameter.data.clone() if here else self._whole(parameter)
+
+    def _declared(self, parameter: Any) -> torch.dtype:
+        unit, entry = self.places[parameter]
+        return unit.declared(entry)
 
     def _require_room(self, parameters: Sequence[Any]) -> None:
         """Raise SlideError where the GPU cannot hold all parameters, before any of them is there."""
@@ -158,7 +162,7 @@ class ParameterProtocol:
         if not device.is_cuda or len(parameters) < 2:
             return
         needed = sum(
-            self.places[parameter][1].numel * _declared(*self.places[parameter]).itemsize
+            self.places[parameter][1].numel * self._declared(parameter).itemsize
             for parameter in parameters
             if parameter.ds_status != ZeroParamStatus.AVAILABLE or self.places[parameter][0].resident is not None
         )
@@ -214,7 +218,7 @@ class ParameterProtocol:
     def _copied(self, parameter: Any) -> torch.Tensor:
         unit, entry = self.places[parameter]
         is_here = parameter.ds_status == ZeroParamStatus.AVAILABLE and parameter.numel() == entry.numel
-        if is_here and (unit.resident is None or parameter.dtype == _declared(unit, entry)):
+        if is_here and (unit.resident is None or parameter.dtype == unit.declared(entry)):
             return parameter.detach().clone()
         state_buffers.require_stepped(self._runtime, unit, "copying a parameter")
         shared = self._shared_parts(unit)
@@ -264,7 +268,7 @@ class ParameterProtocol:
                 if self._runtime.bindings.residents.is_kept(unit):
                     absent_parameters.watch((parameter,))
             elif not self._runtime.access.is_bound(unit):
-                parameter.data = self._runtime.parts.empty.tensors[_declared(unit, entry)]
+                parameter.data = self._runtime.parts.empty.tensors[unit.declared(entry)]
                 set_availability([parameter], Binding.ABSENT)
                 if unit.carried and not self._runtime.access.has_ended:
                     unit.bring_carried_home()
@@ -382,11 +386,6 @@ class ParameterProtocol:
         """Return a hook for a copy of its value, which brings the gradient of the copy to the parameter."""
         unit = self.places[parameter][0]
         return _Bringer(self._runtime, self._block_of.get(unit.order, unit), unit, parameter)
-
-
-def _declared(unit: Unit, entry: Entry) -> torch.dtype:
-    """Return the data type of a parameter that a script sees outside of a forward."""
-    return entry.dtype or unit.parameter_dtype
 
 
 class _Bringer:

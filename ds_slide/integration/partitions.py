@@ -150,7 +150,7 @@ class DeepSpeedClients:
             view = weights.view(span)
             if view is None:  # the weights are on SSD: a read of the elements has to gather them
                 view = torch.empty(0, dtype=entry.dtype or unit.dtype)
-            elif entry.dtype is not None:  # any other one stays the state buffer's own view, which follows exchanges
+            else:
                 view = entry.viewed(view, entry.partition_numel)
             # The same engine's access, where its states have moved.
             access = getattr(parameter.ds_tensor, "ds_slide_access", None)

@@ -79,10 +79,11 @@ class Entry:
         return slice(self.slot_offset, self.slot_offset + self.items(self.numel))
 
     def viewed(self, items: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return the first `numel` elements of the parameter in `items` ([items(numel)], the unit's data type), flat: a
-        view."""
+        """Return `numel` elements of the parameter that `items` ([items(numel)], the unit's data type) holds, flat.
+        They are `items` itself where the data type is the unit's, because a state buffer's own view follows exchanges
+        of its memory, and a view of that view does not; otherwise a view."""
         if self.dtype is None:
-            return items[:numel]
+            return items
         return items.view(torch.uint8)[: numel * self.dtype.itemsize].view(self.dtype)
 
     def stored(self, values: torch.Tensor, unit_dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 from ds_slide import __version__
 
@@ -18,13 +18,7 @@ log = logging.getLogger("ds_slide")
 FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"
 
 
-if TYPE_CHECKING:
-    _StreamHandler = logging.StreamHandler[TextIO]
-else:
-    _StreamHandler = logging.StreamHandler  # which takes no type in brackets before Python 3.11
-
-
-class Console(_StreamHandler):
+class Console(logging.StreamHandler):  # which takes no type in brackets before Python 3.11
     """Writes the records that no other handler gets."""
 
     def __init__(self) -> None:

@@ -164,7 +164,7 @@ class Unit:
         places = {entry.name: entry for entry in (*layout.entries, *layout.carried)}
         self.carried = [CarriedTensor(each.tensor, places[name], each.of) for each, name in self._carried]
         """Frozen tensors that are bound together with the parameters."""
-        self.dtypes = [entry.dtype or self.parameter_dtype for entry in layout.entries]
+        self.dtypes = [self.declared(entry) for entry in layout.entries]
         """The data types of the parameters that a script sees outside of a forward."""
         self.spans = state.optimizer.spans(_spans(codec.numel, self.spec.kind, layout.world_size))
         """Spans of the trainable state buffers. They are copied down, updated and copied up again one after the
@@ -262,6 +262,10 @@ class Unit:
         if self.gradient.taken is None:
             self._leave_without()
         self.gradient.taken = None
+
+    def declared(self, entry: Entry) -> torch.dtype:
+        """Return the data type of a parameter that a script sees outside of a forward."""
+        return entry.dtype or self.parameter_dtype
 
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view per parameter, and then one per carried tensor, in its own shape, of a buffer in slot layout

@@ -81,21 +81,11 @@ class DistantPeers:
         The table is at `MASTER_ADDR`, the host of rank 0, which the launcher has told all ranks. Ranks without it have
         been started by other means, and no address is known to serve."""
         master = os.environ.get("MASTER_ADDR", "")
-        table, problem = None, "" if master else "MASTER_ADDR is not set"
-        if master and ranks.rank == 0:
-            try:
-                table = _table(master, 0, is_master=True)
-            except (RuntimeError, OSError) as error:
-                problem = str(error)
+        table, problem = _connected(master, 0, 0) if ranks.rank == 0 else (None, "")
         own = _Address(socket.gethostname(), os.getpid(), table.port if table is not None else 0)
         addresses = ranks.exchange(own, "telling the hosts of the ranks")
         if ranks.rank and addresses[0].port:
-            try:
-                table = _table(master, addresses[0].port, is_master=False)
-            except (RuntimeError, OSError) as error:
-                problem = str(error)
-        if table is not None:
-            table.set(_key(ranks.rank), _line(0, State()))
+            table, problem = _connected(master, addresses[0].port, ranks.rank)
         problems = ranks.exchange(problem, "connecting the watchdogs of the hosts")
         if any(problems):
             if ranks.rank == 0:
@@ -103,7 +93,8 @@ class DistantPeers:
                 _log.warning(
                     "a host that vanishes is noticed by the time-out of the process group alone: rank %d has no "
                     "connection to rank 0 (%s)",
-                    *(rank, text.split(chr(10))[0]),
+                    rank,
+                    text,
                 )
             return None
         return cls(table, ranks.rank, addresses)
@@ -150,9 +141,17 @@ class DistantPeers:
             heard.hear(line)
 
 
-def _table(master: str, port: int, *, is_master: bool) -> Any:
+def _connected(master: str, port: int, rank: int) -> tuple[Any, str]:
+    """Return the table, with a first line of this rank, or None and the reason. `port`: 0 where rank 0 makes it."""
+    if not master:
+        return None, "MASTER_ADDR is not set"
     limit = timedelta(seconds=CONNECT_S)
-    return dist.TCPStore(master, port, is_master=is_master, timeout=limit, wait_for_workers=False)
+    try:
+        table: Any = dist.TCPStore(master, port, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+        table.set(_key(rank), _line(0, State()))
+    except (RuntimeError, OSError) as error:
+        return None, str(error).partition("\n")[0]
+    return table, ""
 
 
 def _key(rank: int) -> str:
