@@ -91,9 +91,11 @@ def test_the_largest_wait_is_for_the_lane_that_is_the_bound(
     path = tmp_path / "step.json"
     step = recorded(path, slow, monkeypatch, {"update_passes": 1})
     assert step.bound_lane == lane and step.bound_s > 6 * SLOW_S
-    largest = largest_waits(step)[0]
+    waits = largest_waits(step)
+    largest = waits[0]
     assert largest.waiter == "compute" and largest.what in what and phase in largest.phase
-    assert largest.seconds > 2 * SLOW_S and set(largest.units) <= BLOCKS
+    assert set(largest.units) <= BLOCKS
+    assert sum(wait.seconds for wait in waits if wait.waiter == "compute" and wait.what in what) > 2 * SLOW_S
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["trace", str(path)])
     said = capsys.readouterr().out
