@@ -107,6 +107,7 @@ TWO_RANKS = [
     ),
     replace(_TWO, name="two ranks on SSD, closed", ending="close"),
     replace(_TWO, name="two ranks on SSD, read and closed", ending="read and close"),
+    replace(_TWO.in_memory(), name="four ranks in memory", ranks=4),
 ]
 
 _SHARED = replace(_TWO, shared=True)
@@ -133,6 +134,7 @@ SHARED = [
     replace(_SHARED.in_memory(), name="shared weights, one rank closes", shared=True, ending="one closes"),
     replace(_SHARED, name="shared weights, states on SSD, closed", weights_on_ssd=False, ending="close"),
     replace(_SHARED, name="shared weights, states on SSD, one rank closes", weights_on_ssd=False, ending="one closes"),
+    replace(_SHARED.in_memory(), name="shared weights, four ranks", shared=True, ranks=4),
 ]
 """Two ranks that read each other's weights. Those of blocks on SSD are gathered."""
 if not HAS_SHARED_WEIGHTS:
@@ -148,6 +150,8 @@ DIFFERENT = [
     replace(_DIFFER, name="ranks that differ, speculation", speculates=True, clips_first=False),
     replace(_DIFFER, name="ranks that differ, three ranks", ranks=3),
     replace(_DIFFER, name="ranks that differ, three ranks, under backward", ranks=3, held=False),
+    replace(_DIFFER, name="ranks that differ, four ranks", ranks=4),
+    replace(_DIFFER, name="ranks that differ, four ranks, under backward", ranks=4, held=False),
     replace(_DIFFER, name="ranks that differ, one queue of collectives each", one_at_a_time=True),
     replace(_DIFFER, name="ranks that differ, skipped steps", between="overflow"),
     replace(_DIFFER, name="ranks that differ, checkpoints between steps", between="all", held=False),

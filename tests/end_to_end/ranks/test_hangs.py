@@ -115,6 +115,33 @@ def test_a_rank_is_killed_in_the_middle_of_a_step(launcher: Launcher) -> None:
     assert runs[1].end() == -signal.SIGKILL
 
 
+@pytest.mark.slow
+def test_one_of_four_ranks_is_killed_in_the_middle_of_a_step(launcher: Launcher) -> None:
+    start: Actions = [in_memory(), ["train", 1]]
+    kill = ["in_forward", "kill", signal.SIGKILL]
+    runs = launcher.begin_ranks(*[[*start, *([kill] if rank == 2 else []), ["train", 3]] for rank in range(4)])
+    assert runs[2].end() == -signal.SIGKILL
+    for rank in (0, 1, 3):
+        check(sentence_of(runs[rank]), rf"rank 2 \(process {runs[2].pid}\) is gone")
+
+
+@pytest.mark.slow
+def test_one_of_four_ranks_takes_its_time(launcher: Launcher) -> None:
+    """The others wait longer than the watchdog's limit, for a rank that is stopped, and go on with the same bits."""
+
+    def four(*second: list[Any], limit_s: float) -> list[Run]:
+        start: Actions = [in_memory(limit_s), ["train", 1]]
+        return launcher.begin_ranks(*[[*start, *(second if rank == 2 else []), *BITS] for rank in range(4)])
+
+    expected = results_of(four(limit_s=0.0))
+    runs = four(["in_forward", "kill", signal.SIGSTOP], limit_s=PATIENT_S)
+    wait_for_stop(runs[2])
+    assert not runs[0].has_ended(LONGER_S), runs[0].log[-3000:]
+    runs[2].kill(signal.SIGCONT)
+    for result, one in zip(results_of(runs), expected, strict=True):
+        assert same(result, one)
+
+
 def test_a_rank_ends_its_engine_while_the_other_trains(launcher: Launcher, disk: Path, tmp_path: Path) -> None:
     """The other one waits for it at a meeting of the ranks, as long as this process lives."""
     os.mkfifo(fifo := tmp_path / "fifo")
