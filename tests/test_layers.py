@@ -33,7 +33,7 @@ ENTRANCES = ("__init__", "__main__", "_autoload", "run")
 BESIDE = {
     ("checkpoint", "runtime"): "a checkpoint is made of the units of a running engine, and read into them",
     ("kernels", "errors"): "a kernel refuses what it cannot compute",
-    ("report", "errors"): "what is printed of a refusal depends on its class",
+    ("report", "errors"): "what cannot be read or written is refused",
     ("cli", "integration"): "a JSON is planned as an engine reads it",
 }
 """Imports within one floor, and why: the first of each pair may import the second, never the other way round."""

@@ -48,8 +48,7 @@ def enabled_block(raw: Any) -> SlideConfig | None:
     if not isinstance(raw, Mapping) or "ds_slide" not in raw:
         return None
     from ds_slide.config import SlideConfig
-    from ds_slide.errors import SlideConfigError
-    from ds_slide.report.refusals import end_in_one_sentence
+    from ds_slide.errors import SlideConfigError, end_in_one_sentence
 
     try:
         slide = SlideConfig.from_deepspeed(raw)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 SENTENCE = 'ds_slide.gpu_memory is "24G"; write 24GiB (powers of 1024) or 24GB (powers of 1000)'
 # `parse_bytes` stands for any function of the package that refuses.
 FAILING = """
     import logging, sys
     from ds_slide.config import parse_bytes
-    from ds_slide.report.refusals import end_in_one_sentence
+    from ds_slide.errors import end_in_one_sentence
 
     def prepare():
         try:
