@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ds_slide.errors import SlideError
 from ds_slide.report import drawing
 from ds_slide.report.causes import causes, clipped, duration, lane_shares, largest_waits
+from ds_slide.report.chrome import RecordedStep, read
 from ds_slide.report.drawing import Bar, Panel, steps_side_by_side
 from ds_slide.report.host import host_shares
-from ds_slide.report.recorded import RecordedStep, read
 from ds_slide.report.trace import BETWEEN, COMPUTE, REQUESTS
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ds_slide.report.recorded import RecordedStep, Waited, Work
+from ds_slide.report.chrome import RecordedStep
 from ds_slide.report.statistics import UPDATE
-from ds_slide.report.trace import BETWEEN, COMPUTE, REQUESTS
+from ds_slide.report.trace import BETWEEN, COMPUTE, REQUESTS, Event, Wait
 
 _REQUESTS = {
     "states read": "the states of {} from SSD",
@@ -140,7 +140,7 @@ class _Search:
     """Follows waits from lane to lane."""
 
     def __init__(self, step: RecordedStep) -> None:
-        self._waits: dict[str, list[Waited]] = defaultdict(list)
+        self._waits: dict[str, list[Wait]] = defaultdict(list)
         for wait in step.waits:
             self._waits[wait.waiter].append(wait)
         self._busy = united((work.begin, work.end) for work in step.work if work.lane == UPDATE)
@@ -176,7 +176,7 @@ class _Search:
         yield from ((start, stop, what) for start, stop in left)
 
 
-def _refined(stall: Waited, of_script: Sequence[Waited]) -> Iterator[tuple[float, float, Waited]]:
+def _refined(stall: Wait, of_script: Sequence[Wait]) -> Iterator[tuple[float, float, Wait]]:
     left = [(stall.begin, stall.end)]
     for wait in of_script:
         for begin, end in clipped(left, wait.begin, wait.end):
@@ -185,12 +185,12 @@ def _refined(stall: Waited, of_script: Sequence[Waited]) -> Iterator[tuple[float
     yield from ((begin, end, stall) for begin, end in left)
 
 
-def _phase(step: RecordedStep, wait: Waited) -> str:
+def _phase(step: RecordedStep, wait: Wait) -> str:
     """Return the phase of a wait: what the compute stream was in, or what it came from and went to."""
     if wait.during not in ("", BETWEEN):
         return f"in {wait.during}"
     blocks = sorted((w for w in step.work if w.lane == COMPUTE and w.what != BETWEEN), key=lambda work: work.begin)
-    before: Work | None = None
+    before: Event | None = None
     for block in blocks:
         if block.begin > wait.begin:
             break

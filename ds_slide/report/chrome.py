@@ -1,4 +1,5 @@
-"""Recorded steps as a Chrome trace in JSON: Perfetto (ui.perfetto.dev) opens it, and `ds-slide trace` reads it.
+"""Recorded steps as a Chrome trace in JSON, written and read: Perfetto (ui.perfetto.dev) opens it, and so does
+`ds-slide trace`.
 
 `ts` counts microseconds of the host's monotonic clock. All processes of a machine share it, so the files of its ranks
 fit together unchanged. `otherData.clock.to_unix_s` plus its seconds is the time of day. It compares machines as well as
@@ -12,9 +13,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
+from ds_slide.errors import SlideError
+from ds_slide.report.host import BlockCost
 from ds_slide.report.log import log
 from ds_slide.report.trace import COMPUTE, REQUESTS, Clock, Event, Trace, Wait
 from ds_slide.report.waits import Waits
@@ -23,6 +27,11 @@ FORMAT = 3
 """Version of the contents of `otherData` and `args`."""
 WAIT = "wait"
 """The category of a wait. The category of work is its lane."""
+_KEYS = {"begin": "begin_s", "end": "end_s", "nbytes": "bytes"}
+"""Keys of the file that differ from the fields of `Event` and `Wait`."""
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool}
+
+Record = TypeVar("Record", Event, Wait, BlockCost)
 
 
 def write(trace: Trace, clock: Clock, host: Waits, *, rank: int) -> None:
@@ -112,40 +121,20 @@ def _steps(trace: Trace, rank: int) -> Iterator[dict[str, Any]]:
 
 def _work(event: Event, number: int, begin: float, rank: int, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of one event. `begin`: of the event's step, in seconds."""
-    details = {
-        "step": event.step,
-        "lane": event.lane,
-        "what": event.what,
-        "unit": event.unit,
-        "begin_s": event.begin,
-        "end_s": event.end,
-        "bytes": event.nbytes,
-    }
     name = f"{event.what} {event.unit}".rstrip()
     common = {"name": name, "cat": event.lane, "pid": rank, "tid": rows.index(event.lane)}
     span = _span(begin + event.begin, begin + event.end)
     if event.lane != REQUESTS:
-        yield {**common, **span, "args": details}
+        yield {**common, **span, "args": _details(event)}
         return
     # Requests overlap, which rows of "X" cannot show.
-    yield {**common, "ph": "b", "id": number, "ts": span["ts"], "args": details}
+    yield {**common, "ph": "b", "id": number, "ts": span["ts"], "args": _details(event)}
     yield {**common, "ph": "e", "id": number, "ts": _microseconds(begin + event.end)}
 
 
 def _wait(wait: Wait, begin: float, rank: int, rows: Sequence[str]) -> dict[str, Any]:
-    details = {
-        "step": wait.step,
-        "row": wait.row,
-        "waiter": wait.waiter,
-        "what": wait.what,
-        "kept_by": wait.kept_by,
-        "during": wait.during,
-        "of_script": wait.of_script,
-        "begin_s": wait.begin,
-        "end_s": wait.end,
-    }
     common = {"name": f"waits for {wait.what}", "cat": WAIT, "pid": rank, "tid": rows.index(wait.row)}
-    return {**common, **_span(begin + wait.begin, begin + wait.end), "args": details}
+    return {**common, **_span(begin + wait.begin, begin + wait.end), "args": _details(wait)}
 
 
 def _span(begin: float, end: float) -> dict[str, Any]:
@@ -156,3 +145,109 @@ def _span(begin: float, end: float) -> dict[str, Any]:
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading.
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of one rank. `begin_unix_s`: time of day. `bound_s`, `bound_lane`: from `slide_stats()`. `ssd_busy_s`:
+    busy seconds of the disk, whose requests overlap. `units`: names in the engine's order. `lanes`: lanes that have
+    worked or waited, in the order of the file. `host`: what blocks have cost the host."""
+
+    rank: int
+    number: int
+    begin_unix_s: float
+    seconds: float
+    bound_s: float
+    bound_lane: str
+    ssd_busy_s: float
+    units: list[str]
+    lanes: list[str]
+    work: list[Event]
+    """Work that overlaps the step. It may begin before the step, and end after it."""
+    waits: list[Wait]
+    host: list[BlockCost] = field(default_factory=list)
+
+
+def read(path: Path) -> list[RecordedStep]:
+    """Return the steps of one file, in order. Raises SlideError where no engine of this version has written it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SlideError(f"{path} cannot be read: {error}") from error
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SlideError(
+            f'{path} is not JSON ({error}); name the file of "trace" in the "ds_slide" block, which is there when the '
+            "last of its steps has ended"
+        ) from error
+    others = document.get("otherData") if isinstance(document, dict) else None
+    written_as = others.get("ds_slide_trace") if isinstance(others, dict) else None
+    if written_as != FORMAT:
+        what = "is not a trace of DS-Slide" if written_as is None else f"has format {written_as}, not {FORMAT}"
+        raise SlideError(f'{path} {what}; record one with "trace" in the "ds_slide" block of this version')
+    try:
+        if not (steps := list(_read_steps(document))):
+            raise ValueError("its steps, of which there are none")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise SlideError(
+            f"{path} is damaged: {type(error).__name__} at {error}; record it again, or get another copy of it"
+        ) from error
+    return steps
+
+
+def _read_steps(document: dict[str, Any]) -> Iterator[RecordedStep]:
+    others, events = document["otherData"], document["traceEvents"]
+    to_unix_s = float(others["clock"]["to_unix_s"])
+    rows = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    spans = {
+        int(event["name"].removeprefix("step ")): (event["ts"] / 1e6, event["dur"] / 1e6)
+        for event in events
+        if event.get("cat") == "step"
+    }
+    # Work and waits have "args"; rows of waits are no lanes.
+    detailed = [event for event in events if event["ph"] in ("X", "b") and "args" in event]
+    work = [_record(Event, event["args"]) for event in detailed if event["cat"] != WAIT]
+    work = [_moved(each, spans[each.step][0]) for each in work]
+    waits = [_record(Wait, event["args"]) for event in detailed if event["cat"] == WAIT]
+    lanes = [row for row in rows[1:] if not any(wait.row == row for wait in waits)]
+    for statistics, host in zip(others["slide_stats"], others["host"], strict=True):
+        number = statistics["step"]
+        begin, seconds = spans[number]
+        if not seconds > 0.0:
+            raise ValueError(f"step {number}, which has no duration")
+        of_step = [_moved(each, -begin) for each in work if each.begin < begin + seconds and each.end > begin]
+        waited = sorted((wait for wait in waits if wait.step == number), key=lambda wait: wait.begin)
+        busy = {each.lane for each in of_step} | {wait.waiter for wait in waited}
+        yield RecordedStep(
+            rank=int(others["rank"]),
+            number=number,
+            begin_unix_s=begin + to_unix_s,
+            seconds=seconds,
+            bound_s=float(statistics["bound_s"]),
+            bound_lane=str(statistics["bound_lane"]),
+            ssd_busy_s=float(statistics["lanes"].get(REQUESTS, {"busy_s": 0.0})["busy_s"]),
+            units=[str(unit) for unit in others["units"]],
+            lanes=[lane for lane in lanes if lane in busy],
+            work=of_step,
+            waits=waited,
+            host=[_record(BlockCost, cost) for cost in host],
+        )
+
+
+def _moved(work: Event, seconds: float) -> Event:
+    """Return the same work with its times counted from another moment."""
+    return replace(work, begin=work.begin + seconds, end=work.end + seconds)
+
+
+def _details(record: Event | Wait) -> dict[str, Any]:
+    return {_KEYS.get(name, name): value for name, value in asdict(record).items()}
+
+
+def _record(kind: type[Record], details: dict[str, Any]) -> Record:
+    values = {each.name: details[_KEYS.get(each.name, each.name)] for each in fields(kind)}
+    return kind(**{each.name: _TYPES[str(each.type)](values[each.name]) for each in fields(kind)})

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ds_slide.report.chrome import RecordedStep, read
 from ds_slide.report.host import DIRECTIONS, host_shares
-from ds_slide.report.recorded import RecordedStep, read
 
 FIRST, LAST = 8, 10  # spare memory is shared out after steps 3 and 6
 BLOCKS = {f"model.layers.{number}" for number in range(8)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_slide.report.causes import lane_shares, largest_waits
-from ds_slide.report.recorded import RecordedStep, read
+from ds_slide.report.chrome import RecordedStep, read
 
 FIRST, LAST = 4, 6
 BLOCKS = {f"model.layers.{number}" for number in range(8)}

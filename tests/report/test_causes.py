@@ -5,27 +5,32 @@ from __future__ import annotations
 import pytest
 
 from ds_slide.report.causes import causes, duration, lane_shares, largest_waits
-from ds_slide.report.recorded import RecordedStep, Waited, Work
+from ds_slide.report.chrome import RecordedStep
+from ds_slide.report.trace import Event, Wait
 
 UNITS = ["outer", "layers.0", "layers.1", "layers.10"]
 
 
-def wait(waiter: str, begin: float, end: float, what: str, kept_by: str = "", during: str = "") -> Waited:
-    return Waited(f"{waiter} waits", waiter, what, kept_by, during, waiter == "MainThread", begin, end)
+def wait(waiter: str, begin: float, end: float, what: str, kept_by: str = "", during: str = "") -> Wait:
+    return Wait(3, f"{waiter} waits", waiter, what, kept_by, during, waiter == "MainThread", begin, end)
 
 
-def step_of(work: list[Work], waits: list[Waited], seconds: float = 10.0, ssd_busy_s: float = 0.0) -> RecordedStep:
+def work(lane: str, what: str, unit: str, begin: float, end: float) -> Event:
+    return Event(3, lane, what, unit, begin, end, nbytes=0)
+
+
+def step_of(work: list[Event], waits: list[Wait], seconds: float = 10.0, ssd_busy_s: float = 0.0) -> RecordedStep:
     """Of rank 0, bound by updates of nine seconds."""
     named = {each.lane for each in work} | {each.waiter for each in waits}
     lanes = [lane for lane in ("compute", "h2d", "d2h", "update", "ssd") if lane in named]
     return RecordedStep(0, 3, 1e9, seconds, 9.0, "update", ssd_busy_s, UNITS, lanes, work, waits)
 
 
-FORWARD = [Work("compute", "forward", f"layers.{number}", 2.0 * number, 2.0 * number + 1) for number in (0, 1)]
-BACKWARD = [Work("compute", "backward", f"layers.{number}", 7.0 - 2 * number, 8.0 - 2 * number) for number in (0, 1)]
+FORWARD = [work("compute", "forward", f"layers.{number}", 2.0 * number, 2.0 * number + 1) for number in (0, 1)]
+BACKWARD = [work("compute", "backward", f"layers.{number}", 7.0 - 2 * number, 8.0 - 2 * number) for number in (0, 1)]
 
 
-def of_block(number: int, begin: float, end: float, during: str = "forward") -> Waited:
+def of_block(number: int, begin: float, end: float, during: str = "forward") -> Wait:
     return wait("compute", begin, end, f"the weights of layers.{number} in a slot of the window", "h2d", during)
 
 
@@ -36,7 +41,7 @@ def behind(step: RecordedStep) -> list[tuple[str, str, float, float]]:
 def test_a_wait_is_followed_through_the_lanes() -> None:
     """Half of the time the copy itself is behind it; before that its update, which came late, after its gradient."""
     step = step_of(
-        [Work("update", "update", "layers.0", 2.0, 3.0)],
+        [work("update", "update", "layers.0", 2.0, 3.0)],
         [
             of_block(0, 0.0, 6.0),
             wait("h2d", 0.0, 3.0, "the update of layers.0", "update"),
@@ -55,10 +60,10 @@ def test_an_update_without_its_states_waits_for_the_disk() -> None:
     """For its own states first; what is busy with others' comes next, and what the lane itself does is its own."""
     step = step_of(
         [
-            Work("ssd", "states read", "layers.1", 0.0, 2.0),
-            Work("ssd", "states read", "layers.10", 0.0, 3.0),
-            Work("ssd", "states written", "outer", 0.0, 3.5),
-            Work("update", "update", "layers.1", 4.0, 5.0),
+            work("ssd", "states read", "layers.1", 0.0, 2.0),
+            work("ssd", "states read", "layers.10", 0.0, 3.0),
+            work("ssd", "states written", "outer", 0.0, 3.5),
+            work("update", "update", "layers.1", 4.0, 5.0),
         ],
         [of_block(1, 0.0, 5.0), wait("h2d", 0.0, 5.0, "the update of layers.1", "update")],
     )
@@ -133,10 +138,10 @@ def test_a_wait_outside_of_the_blocks_says_between_which(at: float, phase: str) 
 def test_shares() -> None:
     step = step_of(
         [
-            Work("update", "update", "outer", -1.0, 2.0),
-            Work("update", "update", "layers.0", 3.0, 4.0),
-            Work("ssd", "states read", "outer", 0.0, 8.0),
-            Work("ssd", "states read", "layers.0", 1.0, 9.0),
+            work("update", "update", "outer", -1.0, 2.0),
+            work("update", "update", "layers.0", 3.0, 4.0),
+            work("ssd", "states read", "outer", 0.0, 8.0),
+            work("ssd", "states read", "layers.0", 1.0, 9.0),
         ],
         [wait("update", 1.0, 3.0, "a gradient"), wait("update", 2.5, 3.0, "a part of it")],
         ssd_busy_s=5.0,

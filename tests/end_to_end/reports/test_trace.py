@@ -14,8 +14,8 @@ from harness import LAYERS, batches, differences, ds_config, engine_for, llama, 
 
 from ds_slide.errors import SlideConfigError
 from ds_slide.report import chrome, trace
+from ds_slide.report.chrome import read
 from ds_slide.report.host import DIRECTIONS
-from ds_slide.report.recorded import read
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

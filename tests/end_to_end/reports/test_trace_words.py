@@ -18,7 +18,7 @@ from harness import batches, ds_config, engine_for, llama, on_ssd, train
 
 from ds_slide.cli.__main__ import main
 from ds_slide.report.causes import LargestWait, lane_shares, largest_waits
-from ds_slide.report.recorded import RecordedStep, read
+from ds_slide.report.chrome import RecordedStep, read
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.gradients.sources import Packed
 from ds_slide.runtime.updates.apply import HostUpdates
