@@ -32,7 +32,6 @@ from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.checkpointing import may_be_unasked
-from ds_slide.runtime.build_ssd import open_ssd, provide_buffers, space_for_inputs
 from ds_slide.runtime.build_units import begin_codecs, join_parts, load_weights, make_unit
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.allocator import Allocator
@@ -60,7 +59,7 @@ from ds_slide.runtime.memory.gpu_room import Budget
 from ds_slide.runtime.memory.spare_memory import SpareMemory
 from ds_slide.runtime.memory.states import RunningStates
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates
+from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates, open_ssd, provide_buffers, space_for_inputs
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.rows import RowBuffers

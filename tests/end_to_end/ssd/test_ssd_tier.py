@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from harness import batches, differences, ds_config, engine_for, llama, on_ssd, states_of, train, trained
 
 from ds_slide.plan.allocations import BLOCK_RING, CHUNK_BUFFERS, PIECES_RING
-from ds_slide.runtime.build_ssd import _update_order
+from ds_slide.runtime.ssd.ssd import _update_order
 from ds_slide.store.ssd import files
 
 # Of 4096 parameters each, so that a block of the small model has 11, as a real one has.
