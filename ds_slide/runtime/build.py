@@ -57,7 +57,7 @@ from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Staging
 from ds_slide.runtime.memory.gpu_room import Budget
 from ds_slide.runtime.memory.spare_memory import SpareMemory
-from ds_slide.runtime.memory.states import RunningStates
+from ds_slide.runtime.memory.tier_moves import RunningStates
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates, open_ssd, provide_buffers, space_for_inputs
 from ds_slide.runtime.updates.threads import update_cores

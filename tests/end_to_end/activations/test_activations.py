@@ -43,7 +43,7 @@ from ds_slide.plan.step_model import Step
 from ds_slide.runtime.core.calls import in_backward
 from ds_slide.runtime.memory import spare_memory
 from ds_slide.runtime.memory.spare_memory import LOOKS
-from ds_slide.runtime.memory.states import RunningStates
+from ds_slide.runtime.memory.tier_moves import RunningStates
 from ds_slide.runtime.weights.bindings import Bindings
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from moving import promote
 from refusing import Refusing
 from torch import nn
 
-from ds_slide.runtime.memory.states import RunningStates
+from ds_slide.runtime.memory.tier_moves import RunningStates
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
