@@ -16,8 +16,6 @@ from ds_slide.runtime.step.phases import HOLD_HINT
 from ds_slide.store.state import UnitState
 
 MASTER = "master"
-# encode_split works in 32-bit integers. A temporary has 1 MiB and stays in a core's cache.
-_CHUNK = 1 << 18
 
 
 class HasState(Protocol):
@@ -44,8 +42,9 @@ def require_no_update(unit: Unit, what: str) -> None:
         )
 
 
-def pieces(numel: int, length: int = _CHUNK) -> Iterator[slice]:
-    """Cut [0, numel) into spans of at most `length` elements."""
+def pieces(numel: int, length: int = 1 << 18) -> Iterator[slice]:
+    """Cut [0, numel) into spans of at most `length` elements. encode_split works in 32-bit integers: with 2^18 elements
+    a temporary has 1 MiB and stays in a core's cache."""
     return (slice(start, min(start + length, numel)) for start in range(0, numel, length))
 
 

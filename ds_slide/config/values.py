@@ -24,8 +24,6 @@ _FACTORS = {
 }
 _UNITS = {name.lower(): factor for name, factor in _FACTORS.items()}
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
-# Sizes end up in 64-bit signed integers of the C++ side.
-_LARGEST = 2**63 - 1
 
 
 def parse_bytes(value: float | str, name: str = "size") -> int:
@@ -45,7 +43,7 @@ def parse_bytes(value: float | str, name: str = "size") -> int:
         number = int(value)
     if number < 0:
         raise SlideConfigError(f"{name} is {said}, which is negative; expected {SIZE_HELP}")
-    if number > _LARGEST:
+    if number >= 2**63:  # it ends up in a signed integer of C++ with 64 bits
         raise SlideConfigError(f"{name} is {said}, which is more than 8 EiB; expected {SIZE_HELP}")
     return number
 

@@ -67,10 +67,6 @@ LARGE_OUTER_NUMEL = 1_000_000
 BYTES = Precision(torch.uint8, torch.uint8)
 """The precision of frozen parameters of other data types. A unit in this precision is an array of bytes."""
 
-# Frozen floating-point parameters of at least so many elements move with the packed weights of their block, as bytes.
-# Smaller ones (norms, biases, scales) are parts and stay on the GPU, so that they can be unfrozen.
-LARGE_FROZEN_NUMEL = 1 << 16
-
 _Named = list[tuple[str, nn.Parameter]]
 _Unit = tuple[str, nn.Module | None, _Named, Precision]
 """Name, module, parameters and precision of a unit."""
@@ -283,7 +279,9 @@ def _nbytes(parameters: _Named) -> int:
 
 
 def _is_large(parameter: nn.Parameter) -> bool:
-    return parameter_numel(parameter) >= LARGE_FROZEN_NUMEL
+    """Whether a frozen floating-point parameter moves with the packed weights of its block, as bytes. Smaller ones
+    (norms, biases, scales) are parts and stay on the GPU, so that they can be unfrozen."""
+    return parameter_numel(parameter) >= 1 << 16
 
 
 def _with(name: str, precision: Precision) -> str:

@@ -43,9 +43,6 @@ ROW_BUFFERS = 2
 """GPU buffers for the weight of an outer module whose rows pass through the GPU; its gradient has the same number."""
 UNDO_RUN = 1 << 23
 """Elements of one run: 2 ms of 16 cores. An update that the next forward needs may have to wait for one run."""
-MOST_CHUNK_BUFFERS = 16
-EXTRA_WEIGHT_BUFFERS = 4
-"""Buffers beside one for each slot: read ahead, under update, being written."""
 PIECES = 2
 """Buffers for pieces of gradients: one is copied down while another is added."""
 PIECE_BYTES = 16 << 20
@@ -347,12 +344,13 @@ def _before_ssd(
     numel = ssd.chunk_numel
     chunk = max((chunk_bytes(unit.specs, min(numel, unit.codec.numel)) for unit in on_ssd), default=0)
     chunks = sum(-(-unit.codec.numel // numel) for unit in on_ssd)
-    buffers = min(MOST_CHUNK_BUFFERS if ssd.chunk_buffers is None else ssd.chunk_buffers, chunks)
+    buffers = min(16 if ssd.chunk_buffers is None else ssd.chunk_buffers, chunks)
     yield Allocation(CHUNK_BUFFERS, "host", buffers * chunk, "states on their way", buffers)
     weights = [units[index] for index in placement.weights_on_ssd]
     weight = max((whole_pages(unit.share) for unit in weights), default=0)
-    # Only slots that hide a fetch have a buffer: the others are a cache, and read nothing ahead.
-    wanted = needs.window + EXTRA_WEIGHT_BUFFERS if ssd.weight_buffers is None else ssd.weight_buffers
+    # Only slots that hide a fetch have a buffer: the others are a cache, and read nothing ahead. 4 more buffers are for
+    # weights that are read ahead, under update or being written.
+    wanted = needs.window + 4 if ssd.weight_buffers is None else ssd.weight_buffers
     buffers = min(wanted, len(weights))
     yield Allocation(WEIGHT_BUFFERS, "host", buffers * weight, "states on their way", buffers, needs.page_locks)
     if placement.gradients_on_ssd:

@@ -19,8 +19,6 @@ HOST_OPERATION_S = 1e-4
 """Seconds of Python, hooks and launch for an operation of the GPU, roughly: 64 to 113 us were measured within eleven
 minutes on one machine. No forecast of the host: only a floor, without which 0.5 B with 4,096 tokens a micro-batch would
 be forecast at a third of its time, and `--fit` would recommend batches that are too small."""
-LEAST_OPERATION_S = 3e-6
-"""Least seconds of a kernel on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Rates:
             flops = gpu.product_flops(operation.shape if operation.kind == "product" else None)
         if operation.kind in _ATTENTIONS and operation.shape is not None:
             flops = self._attention_flops(operation.kind, *operation.shape[1:], flops)
-        return max(operation.flops / flops, operation.nbytes / self.copy, LEAST_OPERATION_S)
+        return max(operation.flops / flops, operation.nbytes / self.copy, 3e-6)  # no kernel of a GPU is shorter
 
     def _attention_flops(self, kind: str, keys: int, width: int, of_products: float) -> float:
         gpu = self.ceilings.gpu

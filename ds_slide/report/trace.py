@@ -25,8 +25,6 @@ NO_RANGES = NoRanges()
 BETWEEN = "outside of the blocks"
 """Work of the compute lane that is no forward or backward of a block: the outer modules, the loss, the script."""
 COMPUTE, REQUESTS = "compute", "ssd"
-SHORTEST_WAIT_S = 1e-5
-"""A shorter wait is not shown: the two markers around a wait for nothing lie 2 us apart on the CPU."""
 
 
 class Marker(Protocol):
@@ -363,9 +361,10 @@ def _within(stalls: Iterable[tuple[float, float, str]], begin: float, end: float
 
 
 def _shown(begin: float, end: float, first: float, last: float) -> tuple[float, float] | None:
-    """Return the part of a wait between two moments, if it is worth showing."""
+    """Return the part of a wait between two moments, if it is worth showing: the two markers around a wait for nothing
+    lie 2 us apart on the CPU."""
     begin, end = max(begin, first), min(end, last)
-    return (begin, end) if end - begin >= SHORTEST_WAIT_S else None
+    return (begin, end) if end - begin >= 1e-5 else None
 
 
 def _without(begin: float, end: float, holes: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:

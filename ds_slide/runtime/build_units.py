@@ -45,9 +45,6 @@ from ds_slide.store.state_buffers import REMAINDER_DTYPE, StateBufferSpec
 from ds_slide.store.tiers import GradientSink, OptimizerStates, StateBuffer, Weights
 from ds_slide.store.undo_log import UndoLog
 
-SPLIT_NUMEL = 1 << 22
-"""Elements of narrowed weights that are split at once: 16 MiB for each temporary tensor."""
-
 
 def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> Unit:
     """Make the unit with index `order`, with zeroed states. `ssd`: the states that are on SSD."""
@@ -202,10 +199,11 @@ def load_weights(unit: Unit, context: Context) -> None:
 
 
 def _load_narrowed(unit: Unit, offset: int, values: torch.Tensor, weight: torch.Tensor) -> None:
-    """Split fp32 `values` into weights and remainders, in pieces: the encoding works in 32-bit integers."""
-    for start in range(0, values.numel(), SPLIT_NUMEL):
-        piece = values[start : start + SPLIT_NUMEL].float()
-        high, low = encode_split(piece)
-        place = slice(offset + start, offset + start + piece.numel())
+    """Split fp32 `values` into weights and remainders, in pieces: the encoding works in 32-bit integers, so that each
+    temporary tensor has 16 MiB."""
+    for piece in values.split(1 << 22) if values.numel() else ():
+        high, low = encode_split(piece.float())
+        place = slice(offset, offset + piece.numel())
         weight[place].copy_(high.view(weight.dtype))
         unit.state.write("remainder", place, low)
+        offset = place.stop

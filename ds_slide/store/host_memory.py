@@ -139,9 +139,6 @@ def _mincore() -> Any:
 # a run takes memory.
 
 _STATUS = Path("/proc/self/status")
-# A trial beyond a higher limit is skipped, because it takes 0.35 s a GiB. If the driver keeps to such a limit, the
-# error comes while the states are placed.
-_HIGHEST_ASKED = 1 << 30
 
 
 def page_lock_limit() -> int | None:
@@ -156,7 +153,9 @@ def require_page_locks(nbytes: int) -> None:
     from ds_slide import _native
 
     limit = page_lock_limit()
-    if limit is None or nbytes <= limit or limit > _HIGHEST_ASKED:
+    # A trial beyond a limit above 1 GiB is skipped, because it takes 0.35 s a GiB. If the driver keeps to such a limit,
+    # the error comes while the states are placed.
+    if limit is None or nbytes <= limit or limit > 1 << 30:
         return
     try:
         _native.Slab(limit + (4 << 20), True, False).close()

@@ -22,9 +22,6 @@ from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 
-BACKWARD_PASSES = 3
-"""The time of a block's recomputation and backward, as a multiple of its forward's."""
-
 
 def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape | None:
     """Return the shape of the batch in a call of the model's forward; None where it has no tensor of two dimensions.
@@ -246,7 +243,8 @@ class Activations:
         inputs = self.costs.inputs(shape)
         moved = inputs_to_move(missing, inputs, self.inputs)
         if moved:
-            backward_s = BACKWARD_PASSES * min(map(self.times.seconds_of, moved))
+            # A recomputation takes the time of a forward, and a backward twice that time.
+            backward_s = 3 * min(map(self.times.seconds_of, moved))
             self.inputs.provide([each for each in inputs if each.order in moved], backward_s)
         return moved
 

@@ -21,8 +21,6 @@ from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.plan.ssd_settings import SsdSettings
 from ds_slide.store.state_buffers import StateBufferSpec, optimizer_buffers
 
-LEAST_WINDOW = 3
-"""Slots of `window` "auto": one computes, one is filled meanwhile, one evens out their times."""
 LEAST_RING = 4
 """Buffers of `gradient_buffers` "auto", where host memory has no room for more or no thread waits for them."""
 
@@ -80,7 +78,8 @@ class RuntimeSettings:
         ring = LEAST_RING if slide.gradient_buffers == "auto" else slide.gradient_buffers
         return Needs(
             held_bytes=0 if held is None else held.itemsize,
-            window=LEAST_WINDOW if slide.window == "auto" else slide.window,
+            # One slot computes, one is filled meanwhile, one evens out their times.
+            window=3 if slide.window == "auto" else slide.window,
             window_grows=slide.window == "auto" and gpu_is_own,
             trains=self.trains,
             ring=ring if held is None or self.accumulates else 0,

@@ -29,8 +29,6 @@ from ds_slide.runtime.core.unit import Unit
 
 FIT_STEPS = 50
 """Steps of a fit at most: the next hundreds of steps would hardly improve it, at a millisecond each."""
-NORM_WEIGHT = 1e-5
-"""Weight of the projectors' norms (a few tens) beside the bias: it only keeps unused columns from growing."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -112,7 +110,8 @@ class Learning:
 
         fits = [fit(*each) for each in gradients.items()]
         threshold = inf if settings.threshold is None else settings.threshold
-        fitted = refit(fits, threshold=threshold, steps=FIT_STEPS, beta=NORM_WEIGHT)
+        # The weight of the projectors' norms, which are a few tens, only keeps unused columns from growing.
+        fitted = refit(fits, threshold=threshold, steps=FIT_STEPS, beta=1e-5)
         found: dict[int, tuple[float, Pair | None]] = {}
         for number, (left, right, bias) in zip(gradients, fitted, strict=True):
             pair = None

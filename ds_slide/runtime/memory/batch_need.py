@@ -14,13 +14,6 @@ from ds_slide.runtime.core.device import Device
 
 SINCE, SINGLE, EVALUATION = "since the last warm-up", "single batch", "evaluation"
 """Spans of peaks."""
-BYTES_OF_LOGITS = 10
-"""Bytes of one logit: as the head makes it, in fp32 for the loss, and the loss's own, as transformers computes it."""
-GRADIENTS_ALIVE = 2
-"""Blocks whose gradients are on the GPU at once in a backward: one computes while the one before is on its way."""
-SQUARES_ALIVE = 3
-"""Copies of a tensor with an element for each pair of tokens that a block's backward holds at once: the saved tensor,
-its gradient, and the result of an operator."""
 
 
 class Peaks:
@@ -144,7 +137,9 @@ class BatchNeed:
         """Return the most bytes that a forward without gradients takes. `trained`: bytes of a forward with gradients.
         An evaluation may make all logits and their loss, where training makes some logits at a time. It takes no more
         than an evaluation of more tokens."""
-        most = max(trained, float(BYTES_OF_LOGITS * self._vocabulary * shape.tokens))
+        # A logit takes 10 bytes: as the head makes it, in fp32 for the loss, and the loss's own, as transformers
+        # computes it.
+        most = max(trained, float(10 * self._vocabulary * shape.tokens))
         if self._evaluated is not None and shape.tokens <= self._evaluated.shape.tokens:
             return min(most, self._evaluated.nbytes)
         return most
@@ -153,7 +148,9 @@ class BatchNeed:
         """Return `need` with its part that may grow with tokens times length. Where the blocks have not been measured,
         all of it may grow so."""
         of_a_block = self._activations.costs.square_bytes(need.shape)
-        square = need.nbytes if of_a_block is None else min(need.nbytes, int(SQUARES_ALIVE * of_a_block))
+        # Of a tensor with an element for each pair of tokens, a block's backward holds three at once: the saved tensor,
+        # its gradient, and the result of an operator.
+        square = need.nbytes if of_a_block is None else min(need.nbytes, int(3 * of_a_block))
         return replace(need, square=square)
 
     # ---- a batch -----------------------------------------------------------------------------------------------------
@@ -215,7 +212,8 @@ class BatchNeed:
             return
         peak = max(0, self.peak - watched.base)
         if known is None:
-            fixed = fixed_bytes(self._singles, GRADIENTS_ALIVE * self._activations.costs.gradient_bytes)
+            # Two blocks have gradients on the GPU: one computes while the one before is on its way.
+            fixed = fixed_bytes(self._singles, 2 * self._activations.costs.gradient_bytes)
             self._known = Measured(watched.shape, max(0, peak - watched.beside), 0, fixed)
         elif (most := self._parts(known).at(watched.shape)) > known.nbytes:
             # The peak may be an earlier batch's, which kept more; the prediction is the upper limit of the need.

@@ -35,13 +35,12 @@ if TYPE_CHECKING:
 
 CHUNK_NUMEL = 1 << 24
 """The most elements of a chunk: 32 MiB of bf16, 0.6 ms of transfer, 8,192 rows of 2,048."""
-ROW_MULTIPLE = 128
 
 
 def chunk_rows(rows: int, width: int) -> int:
-    """Return the rows of a chunk of a matrix [rows, width]."""
+    """Return the rows of a chunk of a matrix [rows, width]: a multiple of 128 where as many fit."""
     fitting = max(1, CHUNK_NUMEL // width)
-    return min(rows, fitting // ROW_MULTIPLE * ROW_MULTIPLE or fitting)
+    return min(rows, fitting // 128 * 128 or fitting)
 
 
 @dataclass(frozen=True)

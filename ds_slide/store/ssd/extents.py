@@ -16,8 +16,6 @@ from ds_slide.errors import SlideError
 from ds_slide.store.state_buffers import StateBufferSpec
 
 PAGE = 4096
-SUM_BYTES = 4
-"""Bytes of the checksum that is kept of every page (`ds_slide.store.ssd.page_sums`)."""
 # Limits of an I/O engine (csrc/io/engine.cpp): requests at all mounts together, and bytes of one request.
 MOST_DEPTH, MOST_REQUEST_BYTES = 4096, 1 << 30
 REQUEST_BYTES = 2 << 20
@@ -34,8 +32,9 @@ def whole_pages(nbytes: int) -> int:
 
 
 def sum_table_bytes(nbytes: int) -> int:
-    """Return the bytes of the checksums for `nbytes` on SSD, a multiple of a page."""
-    return nbytes // PAGE * SUM_BYTES
+    """Return the bytes of the checksums for `nbytes` on SSD, a multiple of a page. Each page has one of 4 bytes
+    (`ds_slide.store.ssd.page_sums`)."""
+    return nbytes // PAGE * 4
 
 
 @dataclass(frozen=True)
