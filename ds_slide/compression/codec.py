@@ -58,7 +58,7 @@ class SegmentStep:
 
 
 @dataclass(frozen=True)
-class Place:
+class GradientSpan:
     """Elements [start, start + numel) of an encoded gradient where they lie on the GPU. None stands for zeros."""
 
     start: int
@@ -164,7 +164,7 @@ class GradientCodec(Protocol):
         """
         ...
 
-    def encode_in_place(self, gradients: Gradients) -> list[Place]:
+    def encode_in_place(self, gradients: Gradients) -> list[GradientSpan]:
         """Return the encoded gradient without a buffer of its size: ascending places that cover [0, numel) without
         gaps. With one rank only."""
         ...
@@ -307,13 +307,13 @@ class Identity:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def encode_in_place(self, gradients: Gradients) -> list[Place]:
+    def encode_in_place(self, gradients: Gradients) -> list[GradientSpan]:
         places = []
         for entry, flat in self._flat(gradients):
-            places.append(Place(entry.offset, entry.numel, flat))
+            places.append(GradientSpan(entry.offset, entry.numel, flat))
             if gap := align_up(entry.numel) - entry.numel:
                 # The gap becomes zero: a ring buffer has another gradient there, which would count in the norm.
-                places.append(Place(entry.offset + entry.numel, gap, None))
+                places.append(GradientSpan(entry.offset + entry.numel, gap, None))
         return places
 
     def apply(

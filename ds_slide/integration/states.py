@@ -33,7 +33,7 @@ _COUNTS = "ds_slide_update_counts"
 """Key of a checkpoint's optimizer states: update counts, by name, of the parameters that were off in some steps."""
 
 
-class OptimizerStates:
+class StateAccess:
     """The methods of ZeRO-3's optimizer for its states. SlideZeroOptimizer inherits them and sets the attributes."""
 
     runtime: SlideRuntime

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ds_slide.errors import SlideError
 from ds_slide.patching.kinds import Forward, ForwardPatch, autocast_dtype, replace_forward, runs_on, say_unused
-from ds_slide.patching.pending import HINT, PendingLogits, Source
+from ds_slide.patching.pending import HINT, HeadCall, PendingLogits
 from ds_slide.patching.rows import ROWS, HeadRows, in_dtype_of, rows_of, streamed_logits
 
 STATE = "_slide_loss"
@@ -62,7 +62,7 @@ class LossLinear(nn.Linear):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and _postpones(self, args[0]):
             hidden = args[0]
-            source = Source(self, hidden)
+            source = HeadCall(self, hidden)
             shape = (*hidden.shape[:-1], self.out_features)
             return PendingLogits(source, shape, _compute_dtype(hidden), hidden.device)
         return super().__call__(*args, **kwargs)

@@ -53,8 +53,8 @@ Step = tuple[str, Any]
 """("/", number), ("tanh", None), ("*", number) or ("to", dtype)."""
 
 
-class Source:
-    """The source of logits: the head and its input. All tensors that derive from one call share it."""
+class HeadCall:
+    """One call of the head: the source of logits. All tensors that derive from it share it."""
 
     def __init__(self, head: nn.Module, hidden: torch.Tensor) -> None:
         self.head = head
@@ -104,7 +104,7 @@ class PendingLogits(torch.Tensor):
     `requires_grad` and `grad_fn` say what the true logits would say. Hooks are kept for them.
     """
 
-    source: Source
+    source: HeadCall
     steps: tuple[Step, ...]
     hooks: list[Callable[[torch.Tensor], Any]]
     made: torch.Tensor | None
@@ -112,7 +112,7 @@ class PendingLogits(torch.Tensor):
     @staticmethod
     def __new__(
         cls: type[PendingLogits],
-        source: Source,
+        source: HeadCall,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,

@@ -60,7 +60,7 @@ class Lessee(Protocol):
     """Whether a thread waits for this update."""
 
 
-class Lease(Protocol):
+class StateLease(Protocol):
     """The lease of one span of a unit (`ds_slide.store.state.SpanLease`): first its weights, then its optimizer states.
     Both methods get the host buffer that the part was read into, None for a part in memory."""
 
@@ -80,7 +80,7 @@ class Weights:
     def reserve(self, count: int) -> None:
         """Announce `count` leases, which only the disk and updates can still delay."""
 
-    def lease(self, lease: Lease, *, reserved: bool) -> None:  # noqa: ARG002
+    def lease(self, lease: StateLease, *, reserved: bool) -> None:  # noqa: ARG002
         """Tell `lease` once all weights are in memory. `put_back` follows. `reserved`: whether `reserve` announced
         it."""
         lease.have_weights(None)
@@ -125,7 +125,7 @@ class OptimizerStates:
         """Return the spans of parameters that are leased at once: `wanted`, or the chunks on SSD."""
         return list(wanted)
 
-    def lease(self, lease: Lease) -> None:
+    def lease(self, lease: StateLease) -> None:
         """Tell `lease` once its span is in memory. `put_back` follows."""
         lease.have_states(None)
 

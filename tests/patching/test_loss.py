@@ -13,7 +13,7 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.patching.apply import apply_kernels
 from ds_slide.patching.head import LossLinear
-from ds_slide.patching.pending import PendingLogits, Source
+from ds_slide.patching.pending import HeadCall, PendingLogits
 
 TOLERANCE = 2e-5
 
@@ -67,7 +67,7 @@ def test_hooks_on_logits_see_the_gradient_of_what_was_read() -> None:
 def test_hooks_of_logits_do_not_see_the_gradient_of_a_loss_that_was_made_from_them() -> None:
     """The engine's hook on the logits would change a gradient that the hook on the loss has changed already."""
     _, model = pair()
-    source = Source(model.lm_head, torch.randn(BATCH, HIDDEN, device=DEVICE, requires_grad=True))
+    source = HeadCall(model.lm_head, torch.randn(BATCH, HIDDEN, device=DEVICE, requires_grad=True))
     logits = PendingLogits(source, (BATCH, VOCABULARY), torch.float32, torch.device(DEVICE))
     loss, seen = logits.float().exp().sum(), []
     logits.register_hook(lambda gradient: seen.append(gradient.shape))
@@ -161,7 +161,7 @@ def test_what_the_model_does_to_its_logits_is_in_the_loss() -> None:
 def test_steps_before_the_loss_are_exactly_the_operations() -> None:
     head = nn.Linear(8, 11, device=DEVICE, dtype=torch.bfloat16)
     hidden = torch.randn(3, 8, device=DEVICE, dtype=torch.bfloat16)
-    logits = PendingLogits(Source(head, hidden), (3, 11), torch.bfloat16, hidden.device)
+    logits = PendingLogits(HeadCall(head, hidden), (3, 11), torch.bfloat16, hidden.device)
     real = head(hidden)
     capped = torch.tanh(logits / 4.0).float() * 4.0
     assert isinstance(capped, PendingLogits) and capped.dtype == torch.float32 and capped.softcap() == 4.0

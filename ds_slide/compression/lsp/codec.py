@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ds_slide.compression.codec import CHANGE_DTYPE, CHANGE_START, Gradients, Masters, Place, SegmentStep, square_sum
+from ds_slide.compression.codec import (
+    CHANGE_DTYPE,
+    CHANGE_START,
+    Gradients,
+    GradientSpan,
+    Masters,
+    SegmentStep,
+    square_sum,
+)
 from ds_slide.compression.lsp.group import Group, Matrix, group_of, grouped
 from ds_slide.compression.lsp.projection import compress, decompress_apply
 from ds_slide.compression.lsp.projector import Projector, projector_bytes, random_projector
@@ -261,7 +269,7 @@ class Lsp:
         torch._foreach_copy_(targets, sources)
         return summed
 
-    def encode_in_place(self, gradients: Gradients) -> list[Place]:
+    def encode_in_place(self, gradients: Gradients) -> list[GradientSpan]:
         raise NotImplementedError("gradients of outer modules, which are not packed, are not compressed")
 
     def apply(

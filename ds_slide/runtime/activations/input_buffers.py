@@ -15,7 +15,7 @@ from ds_slide.plan.memory import SPARE_HOST_SHARE
 from ds_slide.report.log import log, size
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.context import Context
-from ds_slide.runtime.core.pool import BufferPool, Lease
+from ds_slide.runtime.core.pool import BufferLease, BufferPool
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.ssd.extents import PAGE
 
@@ -76,24 +76,24 @@ class InputBuffers:
                 space.register(address, pool.buffer_bytes)
         self._registered = len(self._own)
 
-    def lease(self, nbytes: int) -> list[Lease] | None:
+    def lease(self, nbytes: int) -> list[BufferLease] | None:
         """Return free pieces for `nbytes`; None where too few are free."""
-        leases: list[Lease] = []
+        leases: list[BufferLease] = []
         for pool in self._own:
             while len(leases) < self.pieces_of(nbytes) and (lease := pool.try_lease()) is not None:
                 leases.append(lease)
         return leases if leases and len(leases) == self.pieces_of(nbytes) else None
 
-    def lease_when_free(self, nbytes: int) -> list[Lease]:
+    def lease_when_free(self, nbytes: int) -> list[BufferLease]:
         """Return pieces for `nbytes`; waits until they are free. `hold` has made enough of them. All pieces in use come
         back by themselves, and no other thread waits for any."""
-        leases: list[Lease] = []
+        leases: list[BufferLease] = []
         while len(leases) < self.pieces_of(nbytes):
             free = (lease for pool in self._own if (lease := pool.try_lease()) is not None)
             leases.append(next(free, None) or self._lent_to_others(leases).lease())
         return leases
 
-    def _lent_to_others(self, leases: Sequence[Lease]) -> BufferPool:
+    def _lent_to_others(self, leases: Sequence[BufferLease]) -> BufferPool:
         """Return a pool that other leases also use, to wait for it. No pool has a free piece now."""
         taken = Counter(id(lease.pool) for lease in leases)
         return next(pool for pool in self._own if taken[id(pool)] < len(pool.addresses))

@@ -32,14 +32,14 @@ from ds_slide.runtime.activations.input_buffers import BETWEEN, InputBuffers
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.futures import Future
 from ds_slide.runtime.core.lanes import Delay, StreamWorker
-from ds_slide.runtime.core.pool import Lease
+from ds_slide.runtime.core.pool import BufferLease
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.ssd.extents import whole_pages
 from ds_slide.store.ssd.files import Part
 
 
 @dataclass(eq=False)
-class Place:
+class InputPlace:
     """The place in the store for the input of a call of block `order`: pieces, which begin at `offsets`."""
 
     order: int
@@ -52,11 +52,11 @@ class Place:
 class Arriving:
     """An input that is being read, or has been. `here`: kept when it is in the buffers of `leases`."""
 
-    place: Place
-    leases: Sequence[Lease]
+    place: InputPlace
+    leases: Sequence[BufferLease]
     here: Future
 
-    def wait(self) -> Sequence[Lease]:
+    def wait(self) -> Sequence[BufferLease]:
         self.here.wait()
         return self.leases
 
@@ -82,7 +82,7 @@ class InputDisk:
         self._free: deque[int] = deque()
         """Offsets of places' pieces. They come back on whichever thread drops the last reference to a place."""
         self._ahead = LEAST_AHEAD
-        self._reading: dict[Place, Arriving] = {}
+        self._reading: dict[InputPlace, Arriving] = {}
         """Inputs that are read ahead, in the order of their reads."""
 
     # ---- room --------------------------------------------------------------------------------------------------------
@@ -133,23 +133,23 @@ class InputDisk:
 
     # ---- down --------------------------------------------------------------------------------------------------------
 
-    def place(self, order: int, nbytes: int) -> Place | None:
+    def place(self, order: int, nbytes: int) -> InputPlace | None:
         """Return a place for an input of a call of block `order`; None where no place is free."""
         pieces = self._buffers.pieces_of(nbytes)
         if len(self._free) < pieces:
             return None
         offsets = [self._free.popleft() for _ in range(pieces)]
-        place = Place(order, nbytes, offsets, Future(self._failures, "an input of a block to be written to SSD"))
+        place = InputPlace(order, nbytes, offsets, Future(self._failures, "an input of a block to be written to SSD"))
         weakref.finalize(place, self._free.extend, offsets).atexit = False
         return place
 
-    def buffers_of(self, place: Place) -> Sequence[Lease]:
+    def buffers_of(self, place: InputPlace) -> Sequence[BufferLease]:
         """Return host buffers for an input on its way to `place` or from it; waits until enough are free."""
         while (leases := self._buffers.lease(place.nbytes)) is None and self._reading:
             self._give_up_last()
         return leases or self._buffers.lease_when_free(place.nbytes)
 
-    def write(self, place: Place, leases: Sequence[Lease], down: Future) -> None:
+    def write(self, place: InputPlace, leases: Sequence[BufferLease], down: Future) -> None:
         """Write the input that is in these buffers when `down` has run. The buffers are the disk's from then on."""
 
         def then() -> None:
@@ -167,7 +167,7 @@ class InputDisk:
 
     # ---- up ----------------------------------------------------------------------------------------------------------
 
-    def read_ahead(self, places: Iterable[Place], lane: StreamWorker) -> None:
+    def read_ahead(self, places: Iterable[InputPlace], lane: StreamWorker) -> None:
         """Begin to read these, in the order of their need, as far as buffers are free. `lane`: that copies."""
         fence: Future | None = None
         for place in places:
@@ -178,7 +178,7 @@ class InputDisk:
             fence = fence or self._fence(lane)
             self._reading[place] = self._begin(place, leases, fence)
 
-    def read(self, place: Place, lane: StreamWorker) -> Arriving:
+    def read(self, place: InputPlace, lane: StreamWorker) -> Arriving:
         """Return the input that was read ahead, or begin to read it now. It is the caller's until its `release`."""
         arriving = self._reading.pop(place, None)
         return arriving or self._begin(place, self.buffers_of(place), self._fence(lane))
@@ -194,7 +194,7 @@ class InputDisk:
         arriving.wait()
         arriving.release()
 
-    def _begin(self, place: Place, leases: Sequence[Lease], fence: Future) -> Arriving:
+    def _begin(self, place: InputPlace, leases: Sequence[BufferLease], fence: Future) -> Arriving:
         arriving = Arriving(place, leases, Future(self._failures, "the input of a block to be read from SSD"))
 
         def job() -> None:
@@ -228,7 +228,7 @@ class InputDisk:
         self._space.close()
 
 
-def _parts(place: Place, leases: Sequence[Lease]) -> list[Part]:
+def _parts(place: InputPlace, leases: Sequence[BufferLease]) -> list[Part]:
     """The transfer between the place and its buffers, in whole pages."""
     piece, parts, left = leases[0].buffer.numel(), [], whole_pages(place.nbytes)
     for offset, lease in zip(place.offsets, leases, strict=True):

@@ -66,7 +66,7 @@ class CountedCall:
         if not in_backward():
             with self._forward:
                 return self._function(*inputs)
-        shape, learning = self._shape, Learning()
+        shape, costs = self._shape, OperatorCosts()
         given = list(tensors_of((inputs, getattr(self._function, "keywords", {}))))
         there = {_address(tensor) for tensor in (*given, *self._parameters)}
         given_square = sum({_address(each): _nbytes(each) for each in given if shape.has_square(each.shape)}.values())
@@ -77,7 +77,7 @@ class CountedCall:
             """Notes what is saved, and remembers nothing by its place."""
 
             def reference(self, tensor: torch.Tensor) -> None:
-                learning.saves()
+                costs.saves()
                 if (address := _address(tensor)) not in there:
                     saved[address] = _nbytes(tensor)
                     if shape.has_square(tensor.shape):
@@ -88,21 +88,21 @@ class CountedCall:
 
         hooks = OpenHooks(Noting())
         try:
-            with learning:
+            with costs:
                 outputs = self._function(*inputs)
         except _StopRecomputationError:  # raised after the last tensor that is needed
-            self._learn(learning, saved, squares, given_square, ends_early=True)
+            self._learn(costs, saved, squares, given_square, ends_early=True)
             raise
         finally:
             hooks.close()
         for tensor in tensors_of(outputs):
             saved.pop(_address(tensor), None)
-        self._learn(learning, saved, squares, given_square, ends_early=self._ends_early)
+        self._learn(costs, saved, squares, given_square, ends_early=self._ends_early)
         return outputs
 
     def _learn(
         self,
-        learning: Learning,
+        costs: OperatorCosts,
         saved: Mapping[int, int],
         squares: Collection[int],
         given_square: int,
@@ -111,7 +111,7 @@ class CountedCall:
     ) -> None:
         """Note the measurement. `saved`: bytes of the saved tensors, by address. `squares`: addresses of saved tensors
         with an element for each pair of tokens. `given_square`: bytes of such tensors among the inputs."""
-        runs, nbytes = learning.end(), sum(saved.values())
+        runs, nbytes = costs.end(), sum(saved.values())
         square = sum(each for address, each in saved.items() if address in squares)
         work = self._forward.work
         self._found[self._kind] = MeasuredBlock(
@@ -119,7 +119,7 @@ class CountedCall:
             squares=Measured(self._shape, square + given_square, square + given_square),
             mixtures=mixtures(runs, nbytes),
             again=min(1.0, sum(run.work for run in runs) / work) if ends_early and work else 1.0,
-            alone=not learning.has_collective,
+            alone=not costs.has_collective,
         )
 
 
@@ -138,7 +138,7 @@ class Working(OperatorMode):
         return made
 
 
-class Learning(OperatorMode):
+class OperatorCosts(OperatorMode):
     """Learns in a recomputation what its operators take and which results can stay. Results of products and attention
     are held until it has ended, and compared by a sum of their bits: a kernel may write into a result unseen by
     torch."""

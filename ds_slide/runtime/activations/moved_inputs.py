@@ -32,12 +32,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from ds_slide.plan.spare import Input, goes_on
 from ds_slide.report.statistics import INPUTS
 from ds_slide.runtime.activations.input_buffers import InputBuffers
-from ds_slide.runtime.activations.input_disk import InputDisk, Place
+from ds_slide.runtime.activations.input_disk import InputDisk, InputPlace
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
 from ds_slide.runtime.core.lanes import Delay, StreamWorker
-from ds_slide.runtime.core.pool import Lease
+from ds_slide.runtime.core.pool import BufferLease
 from ds_slide.runtime.core.running import deferred_interrupt
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.runtime.weights.saved_weights import SavedTensor, hooks_around, only_hooks_of_block
@@ -55,8 +55,8 @@ class MovedInput:
     shape: torch.Size
     dtype: torch.dtype
     version: int
-    kept: Sequence[Lease]
-    place: Place | None
+    kept: Sequence[BufferLease]
+    place: InputPlace | None
     down: Future
     on_gpu: torch.Tensor | None
     followed_by: int | None = None
@@ -194,7 +194,7 @@ class MovedInputs:
         with saved_tensors_hooks(pack, unpack):
             yield
 
-    def _home(self, order: int, nbytes: int) -> tuple[Sequence[Lease], Place | None] | None:
+    def _home(self, order: int, nbytes: int) -> tuple[Sequence[BufferLease], InputPlace | None] | None:
         """Return host buffers for an input, and its place on SSD if it goes on there; None where there is no room."""
         if order not in self._to_disk and (leases := self.buffers.lease(nbytes)) is not None:
             return leases, None
@@ -203,7 +203,9 @@ class MovedInputs:
         with self._context.recorder.stalled("a host buffer for an input of a block on its way to SSD"):
             return self.disk.buffers_of(place), place
 
-    def _move_down(self, order: int, tensor: torch.Tensor, leases: Sequence[Lease], place: Place | None) -> MovedInput:
+    def _move_down(
+        self, order: int, tensor: torch.Tensor, leases: Sequence[BufferLease], place: InputPlace | None
+    ) -> MovedInput:
         down = Future(self._context.failures, "an input of a block on its way to host memory")
         kept = leases if place is None else ()
         # The tensor itself would hold its node, and a graph without a backward would live for ever.
@@ -294,7 +296,7 @@ class MovedInputs:
     def _copy(
         self,
         moved: MovedInput,
-        leases: Sequence[Lease],
+        leases: Sequence[BufferLease],
         on_gpu: torch.Tensor,
         ready: Marker,
         done: Future,

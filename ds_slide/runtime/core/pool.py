@@ -16,7 +16,7 @@ import torch
 from ds_slide.runtime.core.futures import Failures
 
 
-class Lease:
+class BufferLease:
     """The right to one buffer of a pool. The buffer of a dropped lease goes back with the last tensor that views it,
     and no thread is woken. Only a failed lane drops leases, and its failure wakes all threads."""
 
@@ -59,12 +59,12 @@ class BufferPool:
         addresses: list[int] = self._native.addresses
         return addresses
 
-    def try_lease(self) -> Lease | None:
+    def try_lease(self) -> BufferLease | None:
         """Return a lease if a buffer is free and no thread waits for one."""
         native = None if self._queue else self._native.try_lease()
-        return None if native is None else Lease(self, native)
+        return None if native is None else BufferLease(self, native)
 
-    def lease(self) -> Lease:
+    def lease(self) -> BufferLease:
         """Return a lease; threads are served first come, first served. Raises when a lane has failed."""
         with self._changed:
             if (lease := self.try_lease()) is not None:
@@ -84,7 +84,7 @@ class BufferPool:
                 self._queue.remove(place)
                 self._changed.notify_all()  # another is the first now
                 self.count_wait(began)
-            return Lease(self, native)
+            return BufferLease(self, native)
 
     def count_wait(self, began: float) -> None:
         """Count a wait for a buffer since `began`, in seconds of `time.perf_counter`, whether here or in the caller."""

@@ -25,10 +25,10 @@ from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
 from ds_slide.runtime.core.lanes import HOLDING
-from ds_slide.runtime.core.pool import Lease
+from ds_slide.runtime.core.pool import BufferLease
 from ds_slide.runtime.core.unit import PackedGradient, Unit
 from ds_slide.runtime.core.update import SquareSum, Update
-from ds_slide.runtime.gradients.sources import Packed, Scattered, Source, Staging
+from ds_slide.runtime.gradients.sources import GradientSource, Packed, Scattered, Staging
 from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.apply import UpdateStep
 from ds_slide.runtime.updates.speculation import Speculation
@@ -43,7 +43,7 @@ class _Arrival:
     when `arrived` is kept."""
 
     unit: Unit
-    source: Source
+    source: GradientSource
     packed: Marker
     arrived: Future
     before: tuple[Future, Future]
@@ -63,7 +63,7 @@ class _Arrival:
 class _InRing:
     """A gradient in a ring buffer. The update lane, which alone uses it, gives it back after `left` more spans."""
 
-    lease: Lease
+    lease: BufferLease
     whole: torch.Tensor
     left: int
 
@@ -114,7 +114,7 @@ class Gradients:
         """Let go of the buffers on the GPU. The engine has ended."""
         self._stagings = []
 
-    def finalize(self, unit: Unit, *, final: bool, source: Source | None = None) -> None:
+    def finalize(self, unit: Unit, *, final: bool, source: GradientSource | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
 
         Parameters without a gradient (unused since the last step) count as zero, as in ZeRO-1 and 2 and in ZeRO-3's
@@ -196,7 +196,7 @@ class Gradients:
         if unit.gradient.square_sum.place == "device":
             self.square_sums[unit.order] += square_sum(part)
 
-    def _send_to_host(self, unit: Unit, final: bool, source: Source, held: Held | None) -> None:
+    def _send_to_host(self, unit: Unit, final: bool, source: GradientSource, held: Held | None) -> None:
         """`held`: where the gradient waits for the step, None where it goes straight to its update."""
         adds = _adds(unit)
         unit.gradient.square_sum = SquareSum(None if adds else "device")
@@ -279,7 +279,7 @@ class Gradients:
         numel, most = unit.codec.numel, ring.buffer_bytes // unit.codec.dtype.itemsize
         marker = PASSED
 
-        def run(lease: Lease, piece: slice, gradient: torch.Tensor) -> int:
+        def run(lease: BufferLease, piece: slice, gradient: torch.Tensor) -> int:
             moved = use(piece, gradient)
             lease.release()
             if piece.stop == numel:
@@ -328,7 +328,7 @@ class Gradients:
             self._d2h.meter.add_interval(start, end, moved, ("gradient", arrival.unit.order))
         return end
 
-    def _prepare(self, unit: Unit) -> Source:
+    def _prepare(self, unit: Unit) -> GradientSource:
         """Return the source of the unit's gradient. Blocks are packed, which frees the parameters' gradients at once.
         An outer module's few large gradients go down from where autograd left them: packing a vocabulary matrix would
         take a staging buffer of its size."""

@@ -8,15 +8,16 @@ from typing import Protocol
 
 import torch
 
-from ds_slide.compression.codec import Place, square_sum
+from ds_slide.compression.codec import GradientSpan, square_sum
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.unit import Unit
 
 
-class Source(Protocol):
-    """`square_sum` is called by the compute thread, the rest by the d2h lane, on its stream."""
+class GradientSource(Protocol):
+    """The gradient of a unit on the GPU. `square_sum` is called by the compute thread, the rest by the d2h lane,
+    on its stream."""
 
     def square_sum(self) -> torch.Tensor: ...
 
@@ -71,7 +72,7 @@ class Packed:
 class Scattered:
     """An outer module's gradients as autograd left them; held here until the d2h lane has copied them."""
 
-    places: list[Place]
+    places: list[GradientSpan]
 
     @classmethod
     def of(cls, unit: Unit, d2h: StreamWorker) -> Scattered:

@@ -22,8 +22,8 @@ class _Piece:
 
 
 class StreamedGradient:
-    """A `Source`. The compute thread puts pieces in the order of the state buffer, without gaps, and closes it; the d2h
-    lane takes them. A piece belongs to the d2h lane from `put` until its future is complete.
+    """A `GradientSource`. The compute thread puts pieces in the order of the state buffer, without gaps, and
+    closes it. The d2h lane takes them. A piece belongs to the d2h lane from `put` until its future is complete.
 
     Elements that were not put count as zero: the end of a state buffer that is longer than the gradient, or the rest of
     a backward that ended with an exception.

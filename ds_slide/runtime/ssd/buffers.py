@@ -36,7 +36,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 
 from ds_slide.runtime.core.futures import Failures
-from ds_slide.runtime.core.pool import BufferPool, Lease
+from ds_slide.runtime.core.pool import BufferLease, BufferPool
 from ds_slide.store.tiers import Lessee
 
 Key = TypeVar("Key")
@@ -44,8 +44,8 @@ OfKey = TypeVar("OfKey", contravariant=True)
 How = Literal["urgent", "demand", "ahead"]
 
 
-class Source(Protocol[OfKey]):
-    """The states on SSD that a cache holds."""
+class Loader(Protocol[OfKey]):
+    """Reads the states on SSD that a cache holds."""
 
     @property
     def what(self) -> str:
@@ -60,7 +60,7 @@ class Source(Protocol[OfKey]):
 
 @dataclass
 class _Entry:
-    lease: Lease
+    lease: BufferLease
     loading: bool = True
     users: int = 0
     writes: int = 0
@@ -91,7 +91,7 @@ class BufferCache(Generic[Key]):
     """A cache of buffers by key. Any thread may call its methods; uses and loads begin without the lock held."""
 
     def __init__(
-        self, source: Source[Key], failures: Failures, cycle: Iterable[Key] = (), pool: BufferPool | None = None
+        self, source: Loader[Key], failures: Failures, cycle: Iterable[Key] = (), pool: BufferPool | None = None
     ) -> None:
         """Begin with no entry. `cycle`: keys that are used once a step, in this order; they need no `expect`. `pool`:
         None until `provide`."""
@@ -310,7 +310,7 @@ class BufferCache(Generic[Key]):
         loads.append((key, lease.buffer))
         return True
 
-    def _lease_for(self, key: Key, how: How) -> Lease | None:
+    def _lease_for(self, key: Key, how: How) -> BufferLease | None:
         if self._pool is not None and (lease := self._pool.try_lease()) is not None:
             return lease
         idle = [other for other, entry in self._entries.items() if entry.idle]

@@ -47,8 +47,8 @@ class SsdParts:
 
 
 @dataclass(frozen=True)
-class _WeightSource:
-    """The weights behind their cache. `names`: the names of the units, by `Unit.order`."""
+class _WeightLoader:
+    """Reads the weights behind their cache. `names`: the names of the units, by `Unit.order`."""
 
     names: Sequence[str]
     weights: Mapping[int, SsdWeights]
@@ -62,8 +62,8 @@ class _WeightSource:
 
 
 @dataclass(frozen=True)
-class _ChunkSource:
-    """The optimizer states behind their cache. `names`: the names of the units, by `Unit.order`."""
+class _ChunkLoader:
+    """Reads the optimizer states behind their cache. `names`: the names of the units, by `Unit.order`."""
 
     names: Sequence[str]
     optimizer: Mapping[int, SsdOptimizerStates]
@@ -95,9 +95,9 @@ class SsdStates:
         self.parts = SsdParts()
         self.gradient = gradient
         self.chunks: BufferCache[ChunkKey] = BufferCache(
-            _ChunkSource(names, self.parts.optimizer), failures, update_order
+            _ChunkLoader(names, self.parts.optimizer), failures, update_order
         )
-        self.weights: BufferCache[int] = BufferCache(_WeightSource(names, self.parts.weights), failures)
+        self.weights: BufferCache[int] = BufferCache(_WeightLoader(names, self.parts.weights), failures)
         self.horizon = 0
         """Blocks whose weights may be read ahead."""
 

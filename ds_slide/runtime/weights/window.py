@@ -62,8 +62,8 @@ class Slot:
         return self._views[unit.order]
 
 
-class Source(Protocol):
-    """The source of the weights (`ds_slide.runtime.weights.uploads.Uploads`)."""
+class SlotFiller(Protocol):
+    """Brings weights into a slot (`ds_slide.runtime.weights.uploads.Uploads`)."""
 
     def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
         """Copy a unit's weights into a GPU buffer on the current stream. Returns the bytes moved."""
@@ -93,7 +93,7 @@ class Window:
         context: Context,
         order: Sequence[Unit],
         buffers: Sequence[torch.Tensor],
-        source: Source,
+        source: SlotFiller,
         ahead: Ahead | None = None,
     ) -> None:
         """Make the slots. `ahead` is told about the blocks after the slots each time they change."""

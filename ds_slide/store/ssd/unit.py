@@ -23,7 +23,7 @@ from ds_slide.store.ssd.extents import PAGE, Chunk, whole_pages
 from ds_slide.store.ssd.files import Part
 from ds_slide.store.ssd.store import SsdStore
 from ds_slide.store.state_buffers import StateBufferSpec
-from ds_slide.store.tiers import Held, Lease, Lessee, OptimizerStates, StateBuffer, Tier, Weights
+from ds_slide.store.tiers import Held, Lessee, OptimizerStates, StateBuffer, StateLease, Tier, Weights
 
 ChunkKey = tuple[int, int]
 """(index of the unit, number of the chunk)"""
@@ -154,7 +154,7 @@ class SsdWeights(Weights):
     def reserve(self, count: int) -> None:
         self.buffers.reserve(self.order, count)
 
-    def lease(self, lease: Lease, *, reserved: bool) -> None:
+    def lease(self, lease: StateLease, *, reserved: bool) -> None:
         take = self.buffers.take
         take(self.order, lease.have_weights, urgent=self.urgent, update=lease.update, reserved=reserved)
 
@@ -224,7 +224,7 @@ class SsdOptimizerStates(OptimizerStates):
     def spans(self, wanted: Sequence[slice]) -> list[slice]:  # noqa: ARG002 - a chunk is one transfer
         return [chunk.span for chunk in self.chunks]
 
-    def lease(self, lease: Lease) -> None:
+    def lease(self, lease: StateLease) -> None:
         self.chunk_buffers.take((self.order, lease.index), lease.have_states, urgent=True, update=lease.update)
 
     def leased(self, index: int, buffer: torch.Tensor | None, span: slice) -> dict[str, torch.Tensor]:

@@ -38,7 +38,7 @@ from ssd_fault_runs import Launcher, launched, needs_shim
 
 from ds_slide.errors import SlideError
 from ds_slide.plan import spare
-from ds_slide.runtime.activations.input_disk import InputDisk, Place
+from ds_slide.runtime.activations.input_disk import InputDisk, InputPlace
 from ds_slide.runtime.activations.moved_inputs import MovedInputs
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.ssd.store import SsdStore
@@ -114,7 +114,7 @@ def test_those_of_the_first_blocks_go_and_those_of_the_last_stay(handle: Handle,
         gone: set[int] = set()
         place = disk.place
 
-        def watched(order: int, nbytes: int) -> Place | None:
+        def watched(order: int, nbytes: int) -> InputPlace | None:
             gone.add(order)
             return place(order, nbytes)
 
@@ -151,7 +151,7 @@ def test_they_are_read_ahead(reentrant: bool, handle: Handle, config: Any, monke
 
     monkeypatch.setattr(MovedInputs, "_copy", copied)
 
-    def watched(self: InputDisk, place: Place, lane: Any) -> Any:
+    def watched(self: InputDisk, place: InputPlace, lane: Any) -> Any:
         seen.append((place in self._reading, len(self._reading)))
         return read(self, place, lane)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import batches, differences, ds_config, engine_for, llama, states_of, train
 
-from ds_slide.compression.codec import Gradients, Identity, Masters, Place, SegmentStep
+from ds_slide.compression.codec import Gradients, GradientSpan, Identity, Masters, SegmentStep
 from ds_slide.runtime.core.settings import RuntimeSettings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -29,7 +29,7 @@ class Doubled(Identity):
     ) -> torch.Tensor | None:
         return super().encode(_doubled(gradients), out, accumulate=accumulate, sums=sums)
 
-    def encode_in_place(self, gradients: Gradients) -> list[Place]:
+    def encode_in_place(self, gradients: Gradients) -> list[GradientSpan]:
         return super().encode_in_place(_doubled(gradients))
 
     def apply(

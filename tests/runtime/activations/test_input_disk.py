@@ -13,11 +13,11 @@ import pytest
 import torch
 from contexts import context_of
 
-from ds_slide.runtime.activations.input_disk import InputDisk, Place
+from ds_slide.runtime.activations.input_disk import InputDisk, InputPlace
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.lanes import StreamWorker
-from ds_slide.runtime.core.pool import Lease
+from ds_slide.runtime.core.pool import BufferLease
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.ssd.files import Part
 from ds_slide.store.ssd.store import SsdStore
@@ -82,7 +82,7 @@ class Setup:
         self.disk.provide_places(ONE, places)
         return self.buffers.nbytes // (3 * self.buffers.piece)
 
-    def put(self, order: int) -> Place:
+    def put(self, order: int) -> InputPlace:
         """An input of bytes that tell whose it is, to be written."""
         place = self.disk.place(order, ONE)
         assert place is not None
@@ -97,12 +97,12 @@ class Setup:
             self.store.asked.popleft()()
 
 
-def fill(leases: Sequence[Lease], value: int) -> None:
+def fill(leases: Sequence[BufferLease], value: int) -> None:
     for lease in leases:
         lease.buffer.fill_(value)
 
 
-def values(leases: Sequence[Lease]) -> set[int]:
+def values(leases: Sequence[BufferLease]) -> set[int]:
     flat = torch.cat([lease.buffer for lease in leases])[:ONE]
     return set(flat.unique().tolist())
 
@@ -190,7 +190,7 @@ def test_an_input_longer_than_all_first_buffers_gets_those_that_came_later(setup
         lease.release()
     timer = threading.Timer(0.2, last.release)
     timer.start()
-    found: list[Sequence[Lease]] = []
+    found: list[Sequence[BufferLease]] = []
     waiting = threading.Thread(target=lambda: found.append(setup.buffers.lease_when_free(2 * first)), daemon=True)
     waiting.start()
     waiting.join(timeout=10)
