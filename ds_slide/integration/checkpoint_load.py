@@ -362,14 +362,9 @@ def _of_client(engine: Any, tag: Path, reading: Reading) -> dict[str, Any] | Non
         client_states.check(engine.optimizer.runtime.units, rule, saved, str(path))
         return saved
 
-    own: dict[str, Any] | None = None
-
-    def keep() -> None:
-        nonlocal own
-        own = read()
-
-    together(keep)
-    return own
+    own: list[dict[str, Any] | None] = []
+    together(lambda: own.append(read()))  # each rank keeps its own states: no other rank needs them
+    return own[0]
 
 
 @contextmanager

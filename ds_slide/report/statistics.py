@@ -278,14 +278,5 @@ class StepRecorder:
         """Return the newest finished step in the form of `engine.optimizer.slide_stats()`; empty before the first."""
         if self.latest is None:
             return {}
-        stats = self.latest
-        return {
-            "step": stats.step,
-            "step_s": stats.step_s,
-            "bound_s": stats.bound_s,
-            "bound_lane": stats.bound_lane,
-            "efficiency": stats.efficiency,
-            "lanes": stats.lanes,
-            "ssd": dict(stats.ssd),
-            "memory": dict(memory),
-        }
+        latest, own = self.latest, {"ssd": dict(self.latest.ssd), "memory": dict(memory)}
+        return {**vars(latest), "efficiency": latest.efficiency, **own}

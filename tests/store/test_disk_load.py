@@ -40,7 +40,6 @@ def test_so_many_requests_and_no_more(tmp_path: Path, requests: int) -> None:
         file = OpenFile(engine, number, FILE_BYTES, slab.ptr, COUNT)
         sample = put_load(file, Load("write", REQUEST, COUNT), requests=requests)
         assert (sample.read_bytes, sample.written_bytes) == (0, requests * REQUEST)
-        assert len(sample.latencies_s) == requests and sample.p50_s is not None
         mixed = put_load(file, Load("mixed", REQUEST, COUNT), seconds=0.0)
         assert mixed.read_bytes == mixed.written_bytes == COUNT // 2 * REQUEST  # what was handed over at once
         assert engine.stats()["written_bytes"] == sample.written_bytes + mixed.written_bytes

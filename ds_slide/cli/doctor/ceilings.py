@@ -337,7 +337,7 @@ def _disk_ceilings(directory: Path) -> DiskCeilings:
     """Measure the disk below `directory`, which exists, with a file that is deleted afterwards. Raises SlideError where
     no file can be made, OSError where the disk fails."""
     with tempfile.TemporaryDirectory(prefix="ds_slide-", dir=directory) as own:
-        found = bandwidths(RunFiles(Path(own), json_path="--path"), "auto")
+        found = bandwidths(RunFiles(Path(own), json_path="--path"))
     return DiskCeilings(
         path=str(directory),
         read_gb_s=found.read / 1e9,

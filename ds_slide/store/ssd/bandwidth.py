@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ds_slide import _native
 from ds_slide.store.directories.run_files import RunFiles
@@ -26,52 +26,41 @@ class Bandwidths:
     backend: str
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A measurement. The file is larger than a disk's own cache could hide in a third of a second. It is written first,
-    in about the same time, because space that was never written is read without the disk."""
-
-    seconds: float = 0.3
-    """For each pattern."""
-    depth: int = 16
-    """Requests in flight."""
-    file_bytes: int = 128 << 20
-
-
-def mixed_bandwidth(files: RunFiles, backend: str, trial: Trial = Trial()) -> float:
+def mixed_bandwidth(files: RunFiles, backend: str) -> float:
     """Measure bytes per second of reads and writes in turn. Raises OSError.
 
     Makes a file with `files` for the time of the measurement.
     """
-    with _full_file(files, backend, trial) as file:
-        return _rate(file, "mixed", trial)
+    with _full_file(files, backend) as file:
+        return _rate(file, "mixed")
 
 
-def bandwidths(files: RunFiles, backend: str, trial: Trial = Trial()) -> Bandwidths:
+def bandwidths(files: RunFiles) -> Bandwidths:
     """Measure like `mixed_bandwidth`, and reads and writes alone as well."""
-    with _full_file(files, backend, trial) as file:
-        read, write, mixed = (_rate(file, pattern, trial) for pattern in ("read", "write", "mixed"))
+    with _full_file(files, "auto") as file:
+        read, write, mixed = (_rate(file, pattern) for pattern in ("read", "write", "mixed"))
         return Bandwidths(read, write, mixed, file.engine.is_direct(file.number), file.engine.backend)
 
 
 @contextmanager
-def _full_file(files: RunFiles, backend: str, trial: Trial) -> Iterator[OpenFile]:
-    """Yield a completely written file."""
-    made, nbytes = files.make("bandwidth"), trial.file_bytes
-    slab = _native.Slab(trial.depth * REQUEST_BYTES, False, False)
-    engine = _native.IoEngine(backend, trial.depth, REQUEST_BYTES)  # type: ignore[arg-type]
+def _full_file(files: RunFiles, backend: str) -> Iterator[OpenFile]:
+    """Yield a completely written file. It is larger than a disk's own cache could hide in a third of a second. Space
+    that was never written would be read without the disk."""
+    made, nbytes, depth = files.make("bandwidth"), 128 << 20, 16
+    slab = _native.Slab(depth * REQUEST_BYTES, False, False)
+    engine = _native.IoEngine(backend, depth, REQUEST_BYTES)  # type: ignore[arg-type]
     try:
         number = engine.open(made.label, nbytes, made.descriptor)
-        file = OpenFile(engine, number, nbytes, slab.ptr, trial.depth)
-        put_load(file, Load("write", REQUEST_BYTES, trial.depth), requests=nbytes // REQUEST_BYTES)
+        file = OpenFile(engine, number, nbytes, slab.ptr, depth)
+        put_load(file, Load("write", REQUEST_BYTES, depth), requests=nbytes // REQUEST_BYTES)
         yield file
     finally:
         engine.close()
         os.close(made.descriptor)
 
 
-def _rate(file: OpenFile, pattern: str, trial: Trial) -> float:
-    sample = put_load(file, Load(pattern, REQUEST_BYTES, trial.depth), seconds=trial.seconds)
+def _rate(file: OpenFile, pattern: str) -> float:
+    sample = put_load(file, Load(pattern, REQUEST_BYTES, file.buffers), seconds=0.3)
     return (sample.read_bytes + sample.written_bytes) / sample.seconds
 
 
@@ -94,14 +83,11 @@ class OpenFile:
 
 @dataclass
 class Sample:
-    """One timed load: bytes, seconds, and the latency of every request in seconds (or only two percentiles)."""
+    """One timed load."""
 
     read_bytes: int = 0
     written_bytes: int = 0
     seconds: float = 0.0
-    latencies_s: list[float] = field(default_factory=list)
-    p50_s: float | None = None
-    p99_s: float | None = None
 
     @property
     def gb_s(self) -> float:
@@ -136,7 +122,7 @@ class Load:
 def put_load(file: OpenFile, load: Load, *, seconds: float = float("inf"), requests: int | None = None) -> Sample:
     """Run `load` for about `seconds`, or for `requests` requests. Raises OSError when the disk fails.
 
-    Every submitted request is waited for and counts. Its wait in the engine's queue is part of its latency.
+    Every submitted request is waited for and counts.
     """
     engine = file.engine
     # With enough buffers each request has its own. Requests that end out of order would share buffers of a plain
@@ -145,14 +131,12 @@ def put_load(file: OpenFile, load: Load, *, seconds: float = float("inf"), reque
     free = deque(file.address + index % file.buffers * load.request_bytes for index in range(count))
     sample = Sample()
     most = 1 << 60 if requests is None else requests
-    started = [0.0] * load.ahead
     address_of = [0] * load.ahead
     number = 0
 
     def submit(place: int) -> None:
         nonlocal number
         write, offset = load.place(number, file.nbytes)
-        started[place] = time.perf_counter()
         address_of[place] = free.popleft()
         piece = (file.number, offset, address_of[place], load.request_bytes)
         engine.submit(2 * place + write, write, [piece], False)
@@ -164,18 +148,14 @@ def put_load(file: OpenFile, load: Load, *, seconds: float = float("inf"), reque
     waiting = number
     while waiting:
         place, write = divmod(_next_done(engine), 2)
-        now = time.perf_counter()
-        sample.latencies_s.append(now - started[place])
         free.append(address_of[place])
         sample.written_bytes += load.request_bytes if write else 0
         sample.read_bytes += 0 if write else load.request_bytes
-        if now - begin < seconds and number < most:
+        if time.perf_counter() - begin < seconds and number < most:
             submit(place)
         else:
             waiting -= 1
     sample.seconds = time.perf_counter() - begin
-    ordered = sorted(sample.latencies_s)
-    sample.p50_s, sample.p99_s = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
     return sample
 
 

@@ -59,11 +59,6 @@ class UnitExtents:
     gradient_offset: int | None
     end: int
 
-    @property
-    def weight_pages(self) -> int:
-        """Bytes of whole pages for the weights' state buffer."""
-        return whole_pages(self.weight_bytes)
-
     def what_lies_at(self, offset: int) -> str:
         """Return words for the part that a byte of these extents belongs to, for messages."""
         if self.gradient_offset is not None and offset >= self.gradient_offset:
