@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
-from ds_slide.patching.gated_mlp import GatedMlpPatcher
+from ds_slide.patching.gated_mlp import patch_gated_mlp
 from ds_slide.patching.head import patch_loss
 from ds_slide.patching.kinds import Which, replaced_kind, resolve_kinds
-from ds_slide.patching.norms import NormPatcher
-from ds_slide.patching.rotary import RotaryPatcher
+from ds_slide.patching.norms import patch_norm
+from ds_slide.patching.rotary import patch_rotary
 
 
 class Patch(Protocol):
     def undo(self) -> None: ...
 
 
-class Patcher(Protocol):
-    def patch(self, module: nn.Module) -> Patch | str | None: ...
-
-
-PATCHERS: dict[str, type[Patcher]] = {"norm": NormPatcher, "rope": RotaryPatcher, "mlp": GatedMlpPatcher}
+# Each returns the patch of a module, the reason why a candidate stays unchanged, or None for a module of another kind.
+# It remembers in a dictionary what it has found for modules that are alike.
+PATCHERS: dict[str, Callable[[nn.Module, dict[Any, Any]], Patch | str | None]] = {
+    "norm": patch_norm,
+    "rope": patch_rotary,
+    "mlp": patch_gated_mlp,
+}
 ABSENT = {
     "norm": "the model has no norm",
     "rope": "no forward in the model calls apply_rotary_pos_emb",
@@ -77,13 +79,13 @@ def apply_kernels(model: nn.Module, which: Which = "auto", device_type: str | No
         if kind == "loss":
             _note(kind, patch_loss(model), counts, reasons, patches)
             continue
-        patcher = PATCHERS[kind]()
+        known: dict[Any, Any] = {}
         ours = False
         for module in modules:
             before = replaced_kind(module)
             ours = ours or before == kind
             if before is None:
-                _note(kind, patcher.patch(module), counts, reasons, patches)
+                _note(kind, PATCHERS[kind](module, known), counts, reasons, patches)
         if not counts[kind] and kind not in reasons:
             reasons[kind] = "it was replaced before" if ours else ABSENT[kind]
     counted: dict[str, int] = {kind: counts[kind] for kind in kinds if counts[kind]}

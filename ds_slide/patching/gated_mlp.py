@@ -34,30 +34,24 @@ class GatedForm:
     packed: bool
 
 
-class GatedMlpPatcher:
-    """Patches gated feed-forward modules; remembers the probe of every class with the same settings."""
-
-    def __init__(self) -> None:
-        self._forms: dict[Any, GatedForm | str] = {}
-
-    def patch(self, module: nn.Module) -> ForwardPatch | str | None:
-        """Return the patch, the reason why a candidate stays unchanged, or None for a module of another kind."""
-        names = next((names for names in (APART, PACKED) if all(name in module._modules for name in names)), None)
-        if names is None or any(module._modules[name] is None for name in names):
-            return None
-        if (forward := own_forward(module)) is None:
-            return f"the forward of a {type(module).__name__} was replaced before"
-        others = [child for name, child in module._modules.items() if name not in names and child is not None]
-        if any(child._forward_hooks or child._forward_pre_hooks or child._backward_hooks for child in others):
-            return f"the activation of a {type(module).__name__} has hooks"
-        settings = tuple((type(child), plain_attributes(child)) for child in others)
-        key = (type(module), forward, names, plain_attributes(module), settings)
-        if key not in self._forms:
-            self._forms[key] = find_gated_form(module, names)
-        form = self._forms[key]
-        if isinstance(form, str):
-            return form
-        return replace_forward(module, "mlp", lambda original: _gated_forward(original, form))
+def patch_gated_mlp(module: nn.Module, forms: dict[Any, GatedForm | str]) -> ForwardPatch | str | None:
+    """Patch a gated feed-forward. `forms`: the probe of every class with the same settings."""
+    names = next((names for names in (APART, PACKED) if all(name in module._modules for name in names)), None)
+    if names is None or any(module._modules[name] is None for name in names):
+        return None
+    if (forward := own_forward(module)) is None:
+        return f"the forward of a {type(module).__name__} was replaced before"
+    others = [child for name, child in module._modules.items() if name not in names and child is not None]
+    if any(child._forward_hooks or child._forward_pre_hooks or child._backward_hooks for child in others):
+        return f"the activation of a {type(module).__name__} has hooks"
+    settings = tuple((type(child), plain_attributes(child)) for child in others)
+    key = (type(module), forward, names, plain_attributes(module), settings)
+    if key not in forms:
+        forms[key] = find_gated_form(module, names)
+    form = forms[key]
+    if isinstance(form, str):
+        return form
+    return replace_forward(module, "mlp", lambda original: _gated_forward(original, form))
 
 
 def find_gated_form(module: nn.Module, names: tuple[str, ...]) -> GatedForm | str:

@@ -41,36 +41,31 @@ class RmsForm:
     round_before_weight: bool
 
 
-class NormPatcher:
-    """Patches norms; remembers the probe of every class with the same size and settings."""
+def patch_norm(module: nn.Module, forms: dict[Any, RmsForm | str]) -> ForwardPatch | str | None:
+    """Patch a norm. `forms`: the probe of every class with the same size and settings."""
+    if isinstance(module, nn.LayerNorm):
+        return _patch_layer_norm(module)
+    shape = _weight_shape(module)
+    if shape is None:
+        return None
+    name = type(module).__name__
+    if (forward := own_forward(module)) is None:
+        return f"the forward of a {name} was replaced before"
+    key = (type(module), forward, shape, plain_attributes(module))
+    if key not in forms:
+        forms[key] = find_rms_form(module, shape)
+    form = forms[key]
+    if isinstance(form, str):
+        return form
+    return replace_forward(module, "norm", lambda original: _rms_forward(original, form))
 
-    def __init__(self) -> None:
-        self._forms: dict[Any, RmsForm | str] = {}
 
-    def patch(self, module: nn.Module) -> ForwardPatch | str | None:
-        """Return the patch, the reason why a candidate stays unchanged, or None where `module` is no norm."""
-        if isinstance(module, nn.LayerNorm):
-            return self._patch_layer_norm(module)
-        shape = _weight_shape(module)
-        if shape is None:
-            return None
-        name = type(module).__name__
-        if (forward := own_forward(module)) is None:
-            return f"the forward of a {name} was replaced before"
-        key = (type(module), forward, shape, plain_attributes(module))
-        if key not in self._forms:
-            self._forms[key] = find_rms_form(module, shape)
-        form = self._forms[key]
-        if isinstance(form, str):
-            return form
-        return replace_forward(module, "norm", lambda original: _rms_forward(original, form))
-
-    def _patch_layer_norm(self, module: nn.LayerNorm) -> ForwardPatch | str:
-        if own_forward(module) is not nn.LayerNorm.forward:
-            return f"{type(module).__name__} is a LayerNorm with a forward of its own"
-        if len(module.normalized_shape) != 1:
-            return f"a LayerNorm over {len(module.normalized_shape)} dimensions"
-        return replace_forward(module, "norm", _layer_norm_forward)
+def _patch_layer_norm(module: nn.LayerNorm) -> ForwardPatch | str:
+    if own_forward(module) is not nn.LayerNorm.forward:
+        return f"{type(module).__name__} is a LayerNorm with a forward of its own"
+    if len(module.normalized_shape) != 1:
+        return f"a LayerNorm over {len(module.normalized_shape)} dimensions"
+    return replace_forward(module, "norm", _layer_norm_forward)
 
 
 def _weight_shape(module: nn.Module) -> tuple[int, ...] | None:

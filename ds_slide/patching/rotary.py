@@ -28,28 +28,21 @@ class RotaryForm:
     partial: bool
 
 
-class RotaryPatcher:
-    """Patches attentions; remembers the probe of every rotary function and the copy of every forward."""
-
-    def __init__(self) -> None:
-        self._forwards: dict[Forward, Forward | str] = {}
-
-    def patch(self, module: nn.Module) -> ForwardPatch | str | None:
-        """Return the patch, the reason why a candidate stays unchanged, or None where the forward calls no such
-        function."""
-        class_forward = getattr(type(module), "forward", None)
-        inner = _innermost(class_forward)
-        if inner is None or NAME not in inner.__code__.co_names or NAME not in inner.__globals__:
-            return None
-        if own_forward(module) is None:
-            return f"the forward of a {type(module).__name__} was replaced before"
-        assert class_forward is not None
-        if class_forward not in self._forwards:
-            self._forwards[class_forward] = _with_kernel(class_forward, inner, type(module).__name__)
-        forward = self._forwards[class_forward]
-        if isinstance(forward, str):
-            return forward
-        return replace_forward(module, "rope", lambda _: forward)
+def patch_rotary(module: nn.Module, forwards: dict[Forward, Forward | str]) -> ForwardPatch | str | None:
+    """Patch an attention whose forward calls a rotary function. `forwards`: the copy of every forward."""
+    class_forward = getattr(type(module), "forward", None)
+    inner = _innermost(class_forward)
+    if inner is None or NAME not in inner.__code__.co_names or NAME not in inner.__globals__:
+        return None
+    if own_forward(module) is None:
+        return f"the forward of a {type(module).__name__} was replaced before"
+    assert class_forward is not None
+    if class_forward not in forwards:
+        forwards[class_forward] = _with_kernel(class_forward, inner, type(module).__name__)
+    forward = forwards[class_forward]
+    if isinstance(forward, str):
+        return forward
+    return replace_forward(module, "rope", lambda _: forward)
 
 
 def _innermost(function: Any) -> types.FunctionType | None:
