@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,6 @@ from ds_slide.patching.kinds import Forward, ForwardPatch, gains_on, own_forward
 
 NAME = "apply_rotary_pos_emb"
 Rotary = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class RotaryForm:
-    """How a rotary function is called. `partial`: it takes cos and sin that are narrower than the heads, and rotates
-    only the first dimensions."""
-
-    partial: bool
 
 
 def patch_rotary(module: nn.Module, forwards: dict[Forward, Forward | str]) -> ForwardPatch | str | None:
@@ -53,10 +44,10 @@ def _innermost(function: Any) -> types.FunctionType | None:
 
 def _with_kernel(forward: Any, inner: types.FunctionType, name: str) -> Forward | str:
     original = inner.__globals__[NAME]
-    form = find_rotary_form(original)
-    if isinstance(form, str):
-        return form
-    scope = {**inner.__globals__, NAME: kernel_rotary(original, form)}
+    partial = find_rotary_form(original)
+    if isinstance(partial, str):
+        return partial
+    scope = {**inner.__globals__, NAME: kernel_rotary(original, partial=partial)}
     # torch.compile takes globals of a scope with a `__name__` from that module: it would find the original there.
     if "__name__" not in inner.__code__.co_names:
         del scope["__name__"]
@@ -101,9 +92,9 @@ def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> 
     return copied
 
 
-def find_rotary_form(rotary: Rotary) -> RotaryForm | str:
-    """Return the form of `rotary(q, k, cos, sin)` if it rotates halves, of whole heads or also of their first part;
-    otherwise the reason."""
+def find_rotary_form(rotary: Rotary) -> bool | str:
+    """Return whether `rotary(q, k, cos, sin)` takes cos and sin that are narrower than the heads, and rotates only the
+    first dimensions then. Return a reason where it does not rotate halves."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> torch.Tensor:
@@ -123,7 +114,7 @@ def find_rotary_form(rotary: Rotary) -> RotaryForm | str:
             agree.append(False)
     if not (agree[0] and agree[1]):
         return f"{NAME} of {getattr(rotary, '__module__', 'an unknown module')} does not rotate halves"
-    return RotaryForm(partial=agree[2])
+    return agree[2]
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -133,12 +124,12 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((x[..., :width] * cos.unsqueeze(1) + turned * sin.unsqueeze(1), x[..., width:]), dim=-1)
 
 
-def kernel_rotary(original: Rotary, form: RotaryForm) -> Rotary:
+def kernel_rotary(original: Rotary, *, partial: bool) -> Rotary:
     """Return `original` with the kernel where it applies (see `_fits`); for other arguments the original runs."""
     from ds_slide.kernels.rope.rotary import rope
 
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and (not kwargs or _only_defaults(kwargs)) and _fits(q, k, cos, sin, form):
+        if not args and (not kwargs or _only_defaults(kwargs)) and _fits(q, k, cos, sin, partial=partial):
             return rope(q, k, cos, sin)
         if gains_on(q, 2):
             more = len(args) + len(kwargs)
@@ -153,8 +144,9 @@ def _only_defaults(kwargs: dict[str, Any]) -> bool:
     return all((name == "unsqueeze_dim" and value == 1) or value is None for name, value in kwargs.items())
 
 
-def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: RotaryForm) -> bool:
-    """q [b, hq, s, d], k [b, hk, s, d], cos and sin [1 or b, s, r], all of one dtype; no gradient for the angles."""
+def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, partial: bool) -> bool:
+    """q [b, hq, s, d], k [b, hk, s, d], cos and sin [1 or b, s, r], all of one dtype; no gradient for the angles.
+    `partial`: r may be below d."""
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or not gains_on(q, 2):
         return False
     if not (q.dtype == k.dtype == cos.dtype == sin.dtype) or cos.requires_grad or sin.requires_grad:
@@ -164,4 +156,4 @@ def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
         return False
     width = cos.shape[2]
     fits = cos.shape[0] in (1, batch) and cos.shape[1] == length and width % 2 == 0
-    return fits and (width == size or (form.partial and width < size))
+    return fits and (width == size or (partial and width < size))
