@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ds_slide.runtime.core.clients import AS_THEY_ARE
+from ds_slide.runtime.core.context import AS_THEY_ARE
 
 if TYPE_CHECKING:
     from ds_slide.integration.parameters import ParameterProtocol

@@ -26,7 +26,7 @@ from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
 from ds_slide.integration.parameters import ParameterProtocol
 from ds_slide.optim.rule import UpdateRule
-from ds_slide.runtime.core.clients import AS_THEY_ARE
+from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.unfreezing import Limits, give_states
 

@@ -36,7 +36,7 @@ from ds_slide.integration.states import StateAccess, end_access
 from ds_slide.integration.update_rules import rule_of
 from ds_slide.optim.rule import Hyper
 from ds_slide.plan.ssd_settings import ssd_settings
-from ds_slide.runtime.core.clients import AS_THEY_ARE
+from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.core.settings import RuntimeSettings
 from ds_slide.runtime.gradients.totals import NormWatch
 

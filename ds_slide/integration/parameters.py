@@ -22,7 +22,7 @@ from ds_slide.integration import absent_parameters
 from ds_slide.integration.partitions import STOCKS_METHODS, read_left, set_availability, write_left
 from ds_slide.model.layout import Entry, piece
 from ds_slide.report.log import size
-from ds_slide.runtime.core.clients import AS_THEY_ARE, Binding
+from ds_slide.runtime.core.context import AS_THEY_ARE, Binding
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.weights.uses import UseToken

@@ -23,7 +23,7 @@ from ds_slide.integration import absent_parameters
 from ds_slide.model.carried import TRAINED_DTYPES
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.reference import encode_split
-from ds_slide.runtime.core.clients import Binding
+from ds_slide.runtime.core.context import Binding
 from ds_slide.runtime.core.unit import Unit
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _as_partition(tensor: torch.Tensor, numel: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DeepSpeedClients:
-    """Shows the engine's parameters to DeepSpeed (`ds_slide.runtime.core.clients.Clients`), on rank `rank` of
+    """Shows the engine's parameters to DeepSpeed (`ds_slide.runtime.core.context.Clients`), on rank `rank` of
     `group`."""
 
     rank: int

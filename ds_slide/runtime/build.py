@@ -35,8 +35,7 @@ from ds_slide.runtime.activations.checkpointing import may_be_unasked
 from ds_slide.runtime.build_units import begin_codecs, join_parts, load_weights, make_unit
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.allocator import Allocator
-from ds_slide.runtime.core.clients import Clients
-from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.context import Clients, Context
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Failures
 from ds_slide.runtime.core.lanes import Delay, Lanes, StreamWorker, UpdateWorker

@@ -21,7 +21,7 @@ from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.access import StateAccess
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.calls import RootState, in_backward, require_no_transform
-from ds_slide.runtime.core.clients import AS_THEY_ARE
+from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ended import end
 from ds_slide.runtime.gradients.taking import Taking

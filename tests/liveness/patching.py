@@ -19,7 +19,7 @@ import ds_slide.store
 from ds_slide import _native
 from ds_slide.optim.cpu import NOTHING_BESIDE, Beside
 from ds_slide.optim.rule import Elements, Part
-from ds_slide.runtime.core.clients import AS_THEY_ARE
+from ds_slide.runtime.core.context import AS_THEY_ARE
 from liveness import stand_ins, weights
 from liveness.disk import Disk
 

@@ -13,7 +13,7 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.core.calls import NO_TASK, RootState, graph_task
-from ds_slide.runtime.core.clients import AS_THEY_ARE
+from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
 from ds_slide.runtime.step.phases import Event

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_slide.runtime.core.clients import Binding, Clients
+from ds_slide.runtime.core.context import Binding, Clients
 from ds_slide.runtime.core.futures import wait_on_stream
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
