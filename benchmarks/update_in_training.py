@@ -29,7 +29,7 @@ from ds_slide.optim.cpu import NOTHING_BESIDE, Beside, CpuUpdater
 from ds_slide.optim.rule import Elements, Part
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.store.host_memory import HostMemory
-from ds_slide.store.undo_log import SLICE, SLICE_BYTES
+from ds_slide.store.way_back import SLICE, SLICE_BYTES
 
 # A parameter; with a log the lowest byte of the weight and of both moments is written as well.
 UPDATE_BYTES: dict[Part, int] = {"whole": 26, "weights": 18, "states": 18, "with_log": 29, "out_of_place": 26}

@@ -16,10 +16,9 @@ from typing import Literal
 
 from ds_slide.compression.codec import GradientCodec
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, held_bytes, is_held, masters_of
-from ds_slide.store.spare_buffers import can_be_out_of_place
 from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
 from ds_slide.store.tiers import Tier
-from ds_slide.store.undo_log import undo_log_bytes
+from ds_slide.store.way_back import can_be_out_of_place, undo_log_bytes
 
 Why = Literal[
     "states",

@@ -39,11 +39,10 @@ from ds_slide.store.in_memory import (
     WeightsOnGpu,
 )
 from ds_slide.store.memory_file import SharedHostMemory
-from ds_slide.store.spare_buffers import SpareBuffers, WayBack
 from ds_slide.store.state import UnitState
 from ds_slide.store.state_buffers import REMAINDER_DTYPE, StateBufferSpec
 from ds_slide.store.tiers import GradientSink, OptimizerStates, StateBuffer, Weights
-from ds_slide.store.undo_log import UndoLog
+from ds_slide.store.way_back import SpareBuffers, UndoLog, WayBack
 
 
 def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> Unit:

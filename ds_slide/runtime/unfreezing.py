@@ -39,9 +39,9 @@ from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.memory.tier_moves import move
 from ds_slide.store.in_memory import ClientStates, HeldInMemory, InMemory, KeptOnGpu, StatesInMemory
-from ds_slide.store.spare_buffers import SpareBuffers
 from ds_slide.store.state import UnitState
 from ds_slide.store.tiers import GradientSink
+from ds_slide.store.way_back import SpareBuffers
 
 Groups = Mapping[nn.Parameter, int]
 """Optimizer groups of the parameters that are to be trained from now on."""

@@ -16,7 +16,7 @@ from ds_slide.optim.cpu import Beside, CpuUpdater
 from ds_slide.optim.lion import LionHyper
 from ds_slide.optim.rule import Hyper
 from ds_slide.optim.sgd import SgdHyper
-from ds_slide.store.undo_log import SLICE, SLICE_BYTES
+from ds_slide.store.way_back import SLICE, SLICE_BYTES
 
 from .units import GRADIENTS, WEIGHT_FORMATS, Unit, assert_same_bits, native, random_unit, unit, written_elsewhere
 

@@ -21,8 +21,8 @@ from ds_slide import _native
 from ds_slide.compression.lsp.codec import Lsp
 from ds_slide.plan import allocations as names
 from ds_slide.plan.allocations import Allocation
-from ds_slide.store.spare_buffers import SpareBuffers
 from ds_slide.store.ssd.extents import PAGE, whole_pages
+from ds_slide.store.way_back import SpareBuffers
 
 SMALL = 1024
 """Bytes of a tensor that does not grow with the parameters, at most: norms and counters of each unit."""

@@ -15,8 +15,8 @@ from ds_slide.model.layout import Entry, UnitLayout
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.settings import UnitPlan
 from ds_slide.runtime.core.update import SquareSum, Trained, Update
-from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state import UnitState
+from ds_slide.store.way_back import WayBack
 
 
 class PackedGradient(Protocol):

@@ -17,9 +17,8 @@ from ds_slide.optim.cpu import NOTHING_BESIDE, Beside, CpuUpdater
 from ds_slide.optim.reference import reference_update_
 from ds_slide.optim.rule import Elements, Hyper, Part, UpdateRule
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state_buffers import StateBuffers, items_of
-from ds_slide.store.undo_log import UndoLog
+from ds_slide.store.way_back import UndoLog, WayBack
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.updates.apply import UpdateSpan, UpdateStep
 from ds_slide.store.in_memory import ClientStates
-from ds_slide.store.spare_buffers import WayBack
 from ds_slide.store.state_buffers import StateBuffers
+from ds_slide.store.way_back import WayBack
 
 
 class ClientUpdates:

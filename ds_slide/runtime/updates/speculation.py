@@ -27,8 +27,7 @@ from ds_slide.runtime.core.futures import Future
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.updates.apply import Updates, UpdateSpan, UpdateStep
 from ds_slide.runtime.updates.passes import Passes
-from ds_slide.store.spare_buffers import SpareBuffers, WayBack
-from ds_slide.store.undo_log import UndoLog
+from ds_slide.store.way_back import SpareBuffers, UndoLog, WayBack
 
 if TYPE_CHECKING:
     from ds_slide.runtime.weights.window import Window

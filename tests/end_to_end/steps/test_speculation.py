@@ -41,7 +41,7 @@ from torch import nn
 
 from ds_slide.checkpoint.state_buffers import local_span
 from ds_slide.runtime.core.futures import Future
-from ds_slide.store.undo_log import SLICE
+from ds_slide.store.way_back import SLICE
 
 STEPS = 6
 DELAYS = {"lane_delay_ms": 3.0, "seed": 2}
@@ -440,7 +440,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     ("way_back", "instant", "count"),
     [
         (SPARE, "ds_slide.runtime.updates.speculation:Speculation.run", 4),
-        (SPARE, "ds_slide.store.spare_buffers:SpareBuffers.exchange", 3),
+        (SPARE, "ds_slide.store.way_back:SpareBuffers.exchange", 3),
         (LOGS, "ds_slide.runtime.updates.speculation:Speculation.end", 3),
         (LOGS, "ds_slide.runtime.updates.speculation:Speculation.take_back", 2),
     ],

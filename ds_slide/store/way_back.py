@@ -1,7 +1,11 @@
-"""Host memory to take back a speculative update.
+"""Host memory to take back a speculative update: an undo log, or spare state buffers.
 
-For states in fp32 the log holds the lowest byte of each old number. The rest is computed from the new numbers
-(csrc/update/undo.hpp): 3.25 bytes a parameter of AdamW. Shorter states, and masters of fp16 weights, are copied.
+undo log        For states in fp32 it holds the lowest byte of each old number. The rest is computed from the new
+                numbers (csrc/update/undo.hpp): 3.25 bytes a parameter of AdamW. Shorter states, and masters of fp16
+                weights, are copied.
+spare buffers   The update writes its new numbers there and leaves the old ones. When it is confirmed, the unit
+                exchanges its buffers with the spare ones. When it is taken back, nothing has to be done. It moves the
+                same bytes as an update in place that writes an undo log too (csrc/update/out_of_place.hpp).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_slide.store.in_memory import InMemory
 from ds_slide.store.state_buffers import StateBuffers, StateBufferSpec
 
 SLICE = 16 * 1024
@@ -121,3 +126,36 @@ def _slices(run: slice) -> int:
 
 def _whole_lines(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
+
+
+@dataclass(frozen=True)
+class SpareBuffers:
+    """The spare buffers of a unit in host memory. `own`, `spare`: the state buffers of the weights and of `specs`, by
+    name. `runs`: spans of elements without gaps, each updated at once.
+
+    The update lane writes to the spare buffers and exchanges them. It exchanges them while the update's future is
+    pending: until that is done both belong to the update, and other users of the unit wait for it."""
+
+    runs: Sequence[slice]
+    specs: Sequence[StateBufferSpec]
+    own: Mapping[str, InMemory]
+    spare: Mapping[str, InMemory]
+
+    def part(self, span: slice) -> StateBuffers:
+        """Return views of the elements `span` in the buffers that are spare now."""
+        optimizer = {spec.name: self.spare[spec.name].tensor[spec.cut(span)] for spec in self.specs}
+        return StateBuffers(self.spare["weight"].tensor[span], optimizer)
+
+    def exchange(self) -> None:
+        """Exchange the unit's buffers with the spare ones, which have been written completely."""
+        for name, own in self.own.items():
+            own.exchange(self.spare[name])
+
+
+WayBack = UndoLog | SpareBuffers
+"""How a unit takes back a speculative update."""
+
+
+def can_be_out_of_place(specs: Sequence[StateBufferSpec]) -> bool:
+    """Whether these optimizer state buffers can be updated out of place: their states must be in fp32."""
+    return all(spec.dtype == torch.float32 for spec in specs if spec.state is not None)
