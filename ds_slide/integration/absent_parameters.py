@@ -36,7 +36,7 @@ PROTOCOL = "ds_slide_protocol"
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
-class _Intercepted:
+class _ThroughDispatch:
     """A tensor whose torch functions go through `_dispatch`."""
 
     __slots__ = ()
@@ -49,7 +49,7 @@ class _Intercepted:
         return id(self)
 
 
-class Watched(_Intercepted):
+class Intercepted(_ThroughDispatch):
     """Mixed into the class of a parameter between forwards."""
 
     __slots__ = ()
@@ -59,7 +59,7 @@ class Watched(_Intercepted):
         try:
             return repr(self)
         finally:
-            watch((self,))
+            intercept((self,))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with AS_THEY_ARE():
@@ -68,17 +68,17 @@ class Watched(_Intercepted):
 
 
 class _Classes(dict[type, type]):
-    """The watched class, or the own class, for each class of parameters: for a watched class too."""
+    """The intercepted class, or the own class, for each class of parameters: for an intercepted class too."""
 
     def __missing__(self, own: type) -> type:
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__new__": _make_plain}
-        watched: type = type(own)(own.__name__, (Watched, own), names)
-        for kind in (own, watched):
-            OWN[kind], WATCHED[kind] = own, watched
+        intercepted: type = type(own)(own.__name__, (Intercepted, own), names)
+        for kind in (own, intercepted):
+            OWN[kind], INTERCEPTED[kind] = own, intercepted
         return self[own]
 
 
-OWN, WATCHED = _Classes(), _Classes()
+OWN, INTERCEPTED = _Classes(), _Classes()
 
 
 def _make_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +87,10 @@ def _make_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
     return own.__new__(own, *args, **kwargs)
 
 
-def watch(parameters: Iterable[Any]) -> None:
-    """Intercept all computations with the parameters from now on. Watched parameters stay as they are."""
+def intercept(parameters: Iterable[Any]) -> None:
+    """Intercept all computations with the parameters from now on. Intercepted parameters stay as they are."""
     for parameter in parameters:
-        parameter.__class__ = WATCHED[parameter.__class__]
+        parameter.__class__ = INTERCEPTED[parameter.__class__]
 
 
 def leave(parameters: Iterable[Any]) -> None:
@@ -99,7 +99,7 @@ def leave(parameters: Iterable[Any]) -> None:
         parameter.__class__ = OWN[parameter.__class__]
 
 
-class Alias(_Intercepted, torch.Tensor):
+class Alias(_ThroughDispatch, torch.Tensor):
     """A view of a parameter. Its own elements are a snapshot, which only says what the view covers."""
 
     parameter: Any
@@ -133,7 +133,7 @@ def _parameter_of(original: Any) -> Any:
 def _is_for_others(types: Sequence[type]) -> bool:
     """Whether a tensor with its own `__torch_function__`, such as logits not computed yet, is to come first."""
     default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-    others: list[Any] = [each for each in types if not issubclass(each, _Intercepted)]
+    others: list[Any] = [each for each in types if not issubclass(each, _ThroughDispatch)]
     return any(getattr(each.__torch_function__, "__func__", default) is not default for each in others)
 
 
@@ -203,7 +203,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _without_value(of: Any) -> Any:
     """Return the parameter behind `of`, a parameter or an alias, if it is large and absent; otherwise None."""
     parameter = _parameter_of(of)
-    if not isinstance(parameter, Watched):
+    if not isinstance(parameter, Intercepted):
         return None
     protocol: ParameterProtocol | None = vars(parameter).get(PROTOCOL)
     return None if protocol is None or protocol.is_readable(parameter) else parameter
@@ -212,17 +212,17 @@ def _without_value(of: Any) -> Any:
 def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call `func` with the parameters themselves, which graphs know by these objects. Torch functions go on being
     intercepted in the backward."""
-    found = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, Watched)]
+    found = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, Intercepted)]
     leave(found)
     try:
         return func(*args, **kwargs)
     finally:
-        watch(found)
+        intercept(found)
 
 
 def _set_data(to: Any, value: torch.Tensor) -> None:
     """Do `to.data = value`. An empty value changes the data type alone, as `module.to` does."""
-    protocol: ParameterProtocol | None = vars(to).get(PROTOCOL) if isinstance(to, Watched) else None
+    protocol: ParameterProtocol | None = vars(to).get(PROTOCOL) if isinstance(to, Intercepted) else None
     with AS_THEY_ARE():
         if protocol is None or not value.numel() or protocol.is_gathered(to):
             torch.Tensor.data.__set__(to, value)  # type: ignore[attr-defined]
@@ -259,7 +259,7 @@ class _Call:
 
     def given(self, node: Any) -> Any:
         """Return `node`, an argument or a container of arguments, with stand-ins for parameters and aliases."""
-        if isinstance(node, _Intercepted):
+        if isinstance(node, _ThroughDispatch):
             for known in self._stand_ins:
                 if known.original is node:
                     return known.given
@@ -275,8 +275,8 @@ class _Call:
         is_alias = isinstance(original, Alias)
         parameter = _parameter_of(original)
         protocol: ParameterProtocol | None = vars(parameter).get(PROTOCOL)
-        is_watched = issubclass(type(parameter), Watched)
-        if protocol is None or not is_watched or protocol.is_gathered(parameter):
+        is_intercepted = issubclass(type(parameter), Intercepted)
+        if protocol is None or not is_intercepted or protocol.is_gathered(parameter):
             whole = parameter.data if is_alias else parameter
             return _StandIn(original, parameter, _seen(original, whole), whole, None)
         if is_alias and original.requires_grad and (torch.is_grad_enabled() or not self._writes):

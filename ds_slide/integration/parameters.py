@@ -266,7 +266,7 @@ class ParameterProtocol:
                 absent_parameters.leave((parameter,))
                 parameter.data = entry.viewed(unit.resident[entry.slot_place], entry.numel).view(entry.shape)
                 if self._runtime.bindings.residents.is_kept(unit):
-                    absent_parameters.watch((parameter,))
+                    absent_parameters.intercept((parameter,))
             elif not self._runtime.access.is_bound(unit):
                 parameter.data = self._runtime.parts.empty.tensors[unit.declared(entry)]
                 set_availability([parameter], Binding.ABSENT)

@@ -170,7 +170,7 @@ class DeepSpeedClients:
             # meaning here: small parameters of a block that is not on the GPU move with it.
             parameter.ds_persist = unit.resident is not None
             parameter.grad = None
-            absent_parameters.watch((parameter,))
+            absent_parameters.intercept((parameter,))
         unit.find_carried_home()
 
     def set_availability(self, parameters: Sequence[Any], binding: Binding) -> None:
@@ -221,7 +221,7 @@ def set_availability(parameters: Sequence[Any], binding: Binding) -> None:
     """Set ZeRO-3's status and the class of the parameters to `binding`. ZeRO-3's parameter dictionaries read the status
     on every access."""
     status = ZeroParamStatus.NOT_AVAILABLE if binding is Binding.ABSENT else ZeroParamStatus.AVAILABLE
-    classes = absent_parameters.OWN if binding is Binding.COMPUTING else absent_parameters.WATCHED
+    classes = absent_parameters.OWN if binding is Binding.COMPUTING else absent_parameters.INTERCEPTED
     for parameter in parameters:  # 0.15 us each, for every block of every forward and backward
         parameter.ds_status = status
         parameter.__class__ = classes[parameter.__class__]

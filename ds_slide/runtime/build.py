@@ -58,7 +58,7 @@ from ds_slide.runtime.memory.gpu_room import Budget
 from ds_slide.runtime.memory.spare_memory import SpareMemory
 from ds_slide.runtime.memory.tier_moves import RunningStates
 from ds_slide.runtime.parts import Parts
-from ds_slide.runtime.ssd.ssd import SsdParts, SsdStates, open_ssd, provide_buffers, space_for_inputs
+from ds_slide.runtime.ssd.ssd import SsdStates, UnitsOnSsd, open_ssd, provide_buffers, space_for_inputs
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.rows import RowBuffers
@@ -179,7 +179,7 @@ def _make_units(context: Context, unit_plans: Sequence[UnitPlan], ssd: SsdStates
     """Make the units and copy the weights into them. The clients then free what the parameters held before."""
     units: list[Unit] = []
     begin_codecs(context, unit_plans)
-    on_ssd = SsdParts() if ssd is None else ssd.parts
+    on_ssd = UnitsOnSsd() if ssd is None else ssd.units
     progress = tqdm(unit_plans, desc="ds_slide: placing states", disable=None, leave=False)
     for order, unit_plan in enumerate(progress):
         units.append(make_unit(context, unit_plan, order, on_ssd))

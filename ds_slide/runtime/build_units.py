@@ -25,7 +25,7 @@ from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Future
 from ds_slide.runtime.core.settings import UnitPlan
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.ssd.ssd import SsdParts
+from ds_slide.runtime.ssd.ssd import UnitsOnSsd
 from ds_slide.store.in_memory import (
     ClientStates,
     HeldInMemory,
@@ -45,7 +45,7 @@ from ds_slide.store.tiers import GradientSink, OptimizerStates, StateBuffer, Wei
 from ds_slide.store.way_back import SpareBuffers, UndoLog, WayBack
 
 
-def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> Unit:
+def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: UnitsOnSsd) -> Unit:
     """Make the unit with index `order`, with zeroed states. `ssd`: the states that are on SSD."""
     settings, precision, name = context.settings, unit_plan.spec.precision, unit_plan.spec.name
     several, on_gpu = context.ranks.world_size > 1, order in context.plan.placement.on_gpu
@@ -98,7 +98,7 @@ def state_on_gpu(specs: Sequence[StateBufferSpec], buffers: Mapping[str, torch.T
     )
 
 
-def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: SsdParts) -> UnitState:
+def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: UnitsOnSsd) -> UnitState:
     """Return the states of a unit; states that are not in `ssd` are in host memory."""
 
     def on_host(name: str, dtype: torch.dtype, memory: SharedHostMemory | None = None) -> InMemory:

@@ -164,7 +164,7 @@ class Run:
 
     def at_chunk(self, which: int | str, *action: Any) -> None:
         """Before the chunk number `which` of the coming update is written, or the "last" one, which ends the file."""
-        on_ssd = self.engine.optimizer.runtime.parts.ssd.parts.optimizer
+        on_ssd = self.engine.optimizer.runtime.parts.ssd.units.optimizer
         last = max(chunk.offset for states in on_ssd.values() for chunk in states.chunks)
         owner = ssd_unit.SsdOptimizerStates
         original, calls, done = owner.put_back, itertools.count(1), False

@@ -101,7 +101,7 @@ class Activations:
         handled = _statistics(len(self.costs.orders), kept, kept.nbytes(candidates))
         self._forward = _Forward(shape, kept, self._to_move(-room, shape), free, handled=handled)
 
-    def watch(self) -> None:
+    def allow_giving_up(self) -> None:
         """Make the tensors that this forward keeps ready to be given up."""
         self._forward.may_give_up = True
 

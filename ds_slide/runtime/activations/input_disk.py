@@ -35,7 +35,7 @@ from ds_slide.runtime.core.lanes import Delay, StreamWorker
 from ds_slide.runtime.core.pool import BufferLease
 from ds_slide.runtime.ssd.space import SpaceOnSsd
 from ds_slide.store.ssd.extents import whole_pages
-from ds_slide.store.ssd.files import Part
+from ds_slide.store.ssd.files import TransferPart
 
 
 @dataclass(eq=False)
@@ -228,10 +228,10 @@ class InputDisk:
         self._space.close()
 
 
-def _parts(place: InputPlace, leases: Sequence[BufferLease]) -> list[Part]:
+def _parts(place: InputPlace, leases: Sequence[BufferLease]) -> list[TransferPart]:
     """The transfer between the place and its buffers, in whole pages."""
     piece, parts, left = leases[0].buffer.numel(), [], whole_pages(place.nbytes)
     for offset, lease in zip(place.offsets, leases, strict=True):
-        parts.append(Part(offset, lease.buffer.data_ptr(), min(piece, left)))
+        parts.append(TransferPart(offset, lease.buffer.data_ptr(), min(piece, left)))
         left -= piece
     return parts

@@ -51,7 +51,7 @@ class Peaks:
 
 
 @dataclass(frozen=True)
-class Watched:
+class SeenForwards:
     """Bytes of the forwards since the last warm-up. `base`: the least on the GPU when one began. `shape`: the largest.
     `beside`: the most that a forward of this shape kept beyond its need; less than 0 where inputs were in host memory.
     `expected`: the most that any was expected to take, or the peak, once the peak has been used."""
@@ -61,14 +61,14 @@ class Watched:
     beside: int = 0
     expected: float = 0.0
 
-    def with_forward(self, allocated: int, shape: Shape, beside: int, needed: float) -> Watched:
+    def with_forward(self, allocated: int, shape: Shape, beside: int, needed: float) -> SeenForwards:
         if self.shape is None:
-            return Watched(allocated, shape, beside, needed + beside)
+            return SeenForwards(allocated, shape, beside, needed + beside)
         is_larger = Measured(self.shape, 1, 1).growth(shape) > 1
         largest = shape if is_larger else self.shape
         if not is_larger:
             beside = max(self.beside, beside) if shape == self.shape else self.beside
-        return Watched(min(self.base, allocated), largest, beside, max(self.expected, needed + beside))
+        return SeenForwards(min(self.base, allocated), largest, beside, max(self.expected, needed + beside))
 
 
 class BatchNeed:
@@ -83,7 +83,7 @@ class BatchNeed:
         """The most that a forward without gradients has taken, at the largest shape."""
         self._known: Measured | None = None
         """The most that batches have taken, at the largest shape. Its `square` is learnt apart (`_parts`)."""
-        self._watched = Watched()
+        self._seen = SeenForwards()
         self._begun: tuple[Shape | None, int] = None, 0
         """The shape of the forward under way, and the bytes on the GPU when it began."""
         self._latest: tuple[Shape | None, int] = None, 0
@@ -179,7 +179,7 @@ class BatchNeed:
         (shape, allocated), self._begun = self._begun, (None, 0)
         if shape is not None:
             beside = self._activations.kept_bytes - self._activations.inputs.bytes  # with the bytes that were given up
-            self._watched = self._watched.with_forward(allocated, shape, beside, self.at(shape))
+            self._seen = self._seen.with_forward(allocated, shape, beside, self.at(shape))
 
     def end_batch(self) -> None:
         """End the batch, whose backward has run if it was to have one. Harmless when called twice."""
@@ -198,28 +198,28 @@ class BatchNeed:
 
     def change_of_base(self) -> int:
         """Return how many bytes more or fewer are on the GPU than when the latest batches began; 0: none have begun."""
-        return 0 if self._watched.shape is None else abs(self.peaks.allocated() - self._watched.base)
+        return 0 if self._seen.shape is None else abs(self.peaks.allocated() - self._seen.base)
 
     def watch_anew(self) -> None:
         """Begin a warm-up: forget the peaks so far."""
-        self._watched = Watched()
+        self._seen = SeenForwards()
         self.peaks.begin(SINCE)
 
     def measure(self) -> None:
         """Learn the need of the batches since the last warm-up, where one needed more than earlier batches."""
-        watched, known = self._watched, self._known
-        if watched.shape is None:
+        seen, known = self._seen, self._known
+        if seen.shape is None:
             return
-        peak = max(0, self.peak - watched.base)
+        peak = max(0, self.peak - seen.base)
         if known is None:
             # Two blocks have gradients on the GPU: one computes while the one before is on its way.
             fixed = fixed_bytes(self._singles, 2 * self._activations.costs.gradient_bytes)
-            self._known = Measured(watched.shape, max(0, peak - watched.beside), 0, fixed)
-        elif (most := self._parts(known).at(watched.shape)) > known.nbytes:
+            self._known = Measured(seen.shape, max(0, peak - seen.beside), 0, fixed)
+        elif (most := self._parts(known).at(seen.shape)) > known.nbytes:
             # The peak may be an earlier batch's, which kept more; the prediction is the upper limit of the need.
-            measured = max(known.nbytes, peak - watched.beside)
-            self._known = replace(known, shape=watched.shape, nbytes=int(min(most, measured)))
-        elif peak > watched.expected:
-            more = peak - watched.expected  # more images with the same number of tokens
+            measured = max(known.nbytes, peak - seen.beside)
+            self._known = replace(known, shape=seen.shape, nbytes=int(min(most, measured)))
+        elif peak > seen.expected:
+            more = peak - seen.expected  # more images with the same number of tokens
             self._known = replace(known, nbytes=int(known.nbytes + more))
-        self._watched = replace(watched, expected=max(watched.expected, peak))
+        self._seen = replace(seen, expected=max(seen.expected, peak))

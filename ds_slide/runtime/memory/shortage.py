@@ -69,7 +69,7 @@ class Shortage:
         self._left = max(0.0, room - kept)
         is_tight = room - kept < GPU_SHARES.roomy * (gpu_room.usable or gpu_room.budget.limit or 0)
         if is_tight and need.is_known and not self._proof.covers(need.peaks.allocated() + need.at(shape) + kept):
-            self._activations.watch()
+            self._activations.allow_giving_up()
             self.retrying.enter()
         else:
             self._proof.is_open = False
@@ -155,7 +155,8 @@ class Shortage:
 
 
 class Proof:
-    """Remembers the bytes of the batches that have found all their GPU memory, so that such batches need no watch."""
+    """Remembers the bytes of the batches that have found all their GPU memory, so that nothing need be given up in
+    such batches."""
 
     def __init__(self) -> None:
         self._shown = 0.0

@@ -20,7 +20,7 @@ from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import synchronize
 from ds_slide.store.ssd.extents import PAGE, whole_pages
-from ds_slide.store.ssd.files import Part
+from ds_slide.store.ssd.files import TransferPart
 from ds_slide.store.ssd.unit import OnSsd
 from ds_slide.store.state import UnitState
 
@@ -149,6 +149,6 @@ class StagedCopies:
         return half
 
 
-def _part(offset: int, span: slice, half: _Half) -> Part:
+def _part(offset: int, span: slice, half: _Half) -> TransferPart:
     """Return the transfer of the bytes `span` between byte `offset` of the store and the beginning of a half."""
-    return Part(offset, half.buffer.data_ptr(), whole_pages(span.stop - span.start))
+    return TransferPart(offset, half.buffer.data_ptr(), whole_pages(span.stop - span.start))

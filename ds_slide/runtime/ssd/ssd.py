@@ -38,7 +38,7 @@ from ds_slide.store.ssd.unit import (
 
 
 @dataclass(frozen=True)
-class SsdParts:
+class UnitsOnSsd:
     """The state buffers of units on SSD, by `Unit.order`."""
 
     weights: dict[int, SsdWeights] = field(default_factory=dict)
@@ -92,12 +92,12 @@ class SsdStates:
     ) -> None:
         """Begin without buffers. `names`: the names of the units, by `Unit.order`."""
         self.store = store
-        self.parts = SsdParts()
+        self.units = UnitsOnSsd()
         self.gradient = gradient
         self.chunks: BufferCache[ChunkKey] = BufferCache(
-            _ChunkLoader(names, self.parts.optimizer), failures, update_order
+            _ChunkLoader(names, self.units.optimizer), failures, update_order
         )
-        self.weights: BufferCache[int] = BufferCache(_WeightLoader(names, self.parts.weights), failures)
+        self.weights: BufferCache[int] = BufferCache(_WeightLoader(names, self.units.weights), failures)
         self.horizon = 0
         """Blocks whose weights may be read ahead."""
 
@@ -117,7 +117,7 @@ class SsdStates:
         # A block that is updated under backward needs its weights in host memory soon after the GPU has used them. The
         # GPU may have had them since forward. It must not make room.
         trained = [unit for unit in in_backward if unit.layout.trainable_numel]
-        updated = [order for order in self._on_ssd(trained) if self.parts.weights[order].urgent]
+        updated = [order for order in self._on_ssd(trained) if self.units.weights[order].urgent]
         self.weights.expect([*updated, *(order for order in self._on_ssd(coming) if order not in updated)], updated)
 
     def abandon(self) -> None:
@@ -132,7 +132,7 @@ class SsdStates:
         self.weights.close()
 
     def _on_ssd(self, units: Sequence[Unit]) -> list[int]:
-        return [unit.order for unit in units if unit.order in self.parts.weights]
+        return [unit.order for unit in units if unit.order in self.units.weights]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,16 +174,16 @@ def _add_unit(context: Context, ssd: SsdStates, unit_plan: UnitPlan, order: int,
         buffer = in_one_piece(store, unit_plan.dtype, places.weight_bytes // unit_plan.dtype.itemsize, offset)
         # Backward waits for updates that run under it (for gradient buffers), never for updates under the next forward.
         urgent = settings.held_dtype is None
-        ssd.parts.weights[order] = SsdWeights(order, buffer, ssd.weights, urgent, requests)
+        ssd.units.weights[order] = SsdWeights(order, buffer, ssd.weights, urgent, requests)
     if places.chunks:
         specs = unit_plan.specs(settings)
-        ssd.parts.optimizer[order] = SsdOptimizerStates(
+        ssd.units.optimizer[order] = SsdOptimizerStates(
             order, store, specs, places.chunks, ssd.chunks, ssd.weights, requests
         )
     held = settings.held_of(unit_plan.spec.precision)
     if (offset := places.gradient_offset) is not None and held is not None:
         buffer = in_one_piece(store, held, unit_plan.codec.numel, offset)
-        ssd.parts.gradients[order] = HeldOnSsd(buffer, ssd.gradient)
+        ssd.units.gradients[order] = HeldOnSsd(buffer, ssd.gradient)
 
 
 def _update_order(

@@ -32,7 +32,7 @@ class IoSettings:
 
 
 @dataclass(frozen=True)
-class Part:
+class TransferPart:
     """`nbytes` at byte `offset` of the store and at `address` in memory. All are multiples of 4096."""
 
     offset: int
@@ -97,7 +97,7 @@ class StateFiles:
         self._add_region(name, nbytes)
         return start
 
-    def pieces(self, parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
+    def pieces(self, parts: Sequence[TransferPart]) -> list[tuple[int, int, int, int]]:
         """Return the pieces of files for `parts`: (file, its offset, address, bytes). Raises ValueError for a part that
         is outside or in two regions, which would make a file grow."""
         pieces = []

@@ -17,7 +17,7 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.store.ssd.extents import PAGE, Contents
-from ds_slide.store.ssd.files import IoSettings, Part, StateFiles, advice_for
+from ds_slide.store.ssd.files import IoSettings, StateFiles, TransferPart, advice_for
 from ds_slide.store.ssd.page_sums import PageSums
 
 STATE_FILE = "states"
@@ -41,7 +41,7 @@ class _Transfer:
     then: Callable[[], None] | None = None
     told: threading.Event | None = None
     error: SlideError | None = None
-    to_check: Sequence[Part] = ()
+    to_check: Sequence[TransferPart] = ()
     urgent: bool = False
 
 
@@ -115,7 +115,7 @@ class SsdStore:
             self._sums.extend(table)
         return start
 
-    def read(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
+    def read(self, parts: Sequence[TransferPart], then: Callable[[], None], *, urgent: bool = False) -> None:
         """Fill memory from the store. `then` runs when all parts are there and checked: on the completion thread, or on
         the check thread where sums are kept.
 
@@ -124,12 +124,12 @@ class SsdStore:
         """
         self._submit(False, parts, _Transfer(then, urgent=urgent))
 
-    def write(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
+    def write(self, parts: Sequence[TransferPart], then: Callable[[], None], *, urgent: bool = False) -> None:
         """Write from memory to the store, like `read`. `then` runs on the completion thread. The sums of the bytes are
         computed before this returns."""
         self._submit(True, parts, _Transfer(then, urgent=urgent))
 
-    def read_now(self, parts: Sequence[Part]) -> None:
+    def read_now(self, parts: Sequence[TransferPart]) -> None:
         """Fill memory from the store and return when it is done. The transfer is urgent.
 
         Any thread but the store's own may call it. Raises SlideError when it fails. It is a failure of the store, too,
@@ -137,7 +137,7 @@ class SsdStore:
         """
         self._wait(False, parts)
 
-    def write_now(self, parts: Sequence[Part]) -> None:
+    def write_now(self, parts: Sequence[TransferPart]) -> None:
         """Write from memory to the store, like `read_now`."""
         self._wait(True, parts)
 
@@ -181,7 +181,7 @@ class SsdStore:
             self._to_check.put((0, 0, None))  # ends the second thread, when the first one submits no more to it
         self.files.close()
 
-    def _submit(self, write: bool, parts: Sequence[Part], transfer: _Transfer) -> None:
+    def _submit(self, write: bool, parts: Sequence[TransferPart], transfer: _Transfer) -> None:
         pieces = self.files.pieces(parts)
         self._delay()
         if self._sums is not None and write:
@@ -204,7 +204,7 @@ class SsdStore:
                 del self._transfers[token]
                 raise
 
-    def _wait(self, write: bool, parts: Sequence[Part]) -> None:
+    def _wait(self, write: bool, parts: Sequence[TransferPart]) -> None:
         if threading.current_thread() in self._threads:
             raise RuntimeError(f"{threading.current_thread().name} cannot wait for itself; use `read` or `write`")
         transfer = _Transfer(told=threading.Event(), urgent=True)

@@ -20,7 +20,7 @@ import torch
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.report.trace import Requests
 from ds_slide.store.ssd.extents import PAGE, Chunk, whole_pages
-from ds_slide.store.ssd.files import Part
+from ds_slide.store.ssd.files import TransferPart
 from ds_slide.store.ssd.store import SsdStore
 from ds_slide.store.state_buffers import StateBufferSpec
 from ds_slide.store.tiers import Held, Lessee, OptimizerStates, StateBuffer, StateLease, Tier, Weights
@@ -63,12 +63,13 @@ def page_buffer(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(_native.Slab(size, False, False).memory, dtype=torch.uint8, count=size)
 
 
-def _bounce(offset: int, nbytes: int) -> tuple[Part, torch.Tensor, torch.Tensor]:
+def _bounce(offset: int, nbytes: int) -> tuple[TransferPart, torch.Tensor, torch.Tensor]:
     """Return the transfer of the whole pages around `nbytes` bytes at `offset`, its buffer, and a view of these
     bytes."""
     first = offset // PAGE * PAGE
     buffer = page_buffer(offset + nbytes - first)
-    return Part(first, buffer.data_ptr(), buffer.numel()), buffer, buffer[offset - first : offset - first + nbytes]
+    part = TransferPart(first, buffer.data_ptr(), buffer.numel())
+    return part, buffer, buffer[offset - first : offset - first + nbytes]
 
 
 @dataclass(frozen=True)
@@ -193,10 +194,10 @@ class SsdWeights(Weights):
     def drain(self) -> None:
         self.buffers.forget([self.order])
 
-    def _part(self, span: slice, buffer: torch.Tensor) -> Part:
+    def _part(self, span: slice, buffer: torch.Tensor) -> TransferPart:
         size, (offset,) = self.buffer.dtype.itemsize, self.buffer.offsets
         start, stop = span.start * size, span.stop * size
-        return Part(offset + start, buffer.data_ptr() + start, whole_pages(stop - start))
+        return TransferPart(offset + start, buffer.data_ptr() + start, whole_pages(stop - start))
 
 
 @dataclass(frozen=True)
@@ -249,8 +250,8 @@ class SsdOptimizerStates(OptimizerStates):
     def drain(self) -> None:
         self.chunk_buffers.forget([(self.order, index) for index in range(len(self.chunks))])
 
-    def _part(self, index: int, buffer: torch.Tensor) -> list[Part]:
-        return [Part(self.chunks[index].offset, buffer.data_ptr(), self.chunks[index].nbytes)]
+    def _part(self, index: int, buffer: torch.Tensor) -> list[TransferPart]:
+        return [TransferPart(self.chunks[index].offset, buffer.data_ptr(), self.chunks[index].nbytes)]
 
     def _buffer(self, spec: StateBufferSpec) -> OnSsd:
         span = self.chunks[0].span
@@ -311,8 +312,8 @@ class HeldOnSsd(Held):
         nbytes = (span.stop - span.start) * self.gradient.dtype.itemsize
         return self.through.buffer[:nbytes].view(self.gradient.dtype)
 
-    def _part(self, span: slice, buffer: torch.Tensor) -> Part:
+    def _part(self, span: slice, buffer: torch.Tensor) -> TransferPart:
         size, (offset,) = self.gradient.dtype.itemsize, self.gradient.offsets
         nbytes = whole_pages((span.stop - span.start) * size)
         assert nbytes <= buffer.nbytes
-        return Part(offset + span.start * size, buffer.data_ptr(), nbytes)
+        return TransferPart(offset + span.start * size, buffer.data_ptr(), nbytes)

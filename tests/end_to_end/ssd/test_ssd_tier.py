@@ -171,7 +171,7 @@ def test_the_disk_goes_on_between_two_steps(ssd_config: Callable[..., dict[str, 
     with engine_for(llama(), ssd_config(ALL | {"ssd_buffers": 2}, clip=clip)) as engine:
         runtime = engine.optimizer.runtime
         chunks = runtime.parts.ssd.chunks
-        order = _update_order(runtime.units, runtime.parts.ssd.parts.optimizer, under_backward=not clip)
+        order = _update_order(runtime.units, runtime.parts.ssd.units.optimizer, under_backward=not clip)
         assert len(order) > 4 * 2, "with a buffer for each nothing would have to be read again"
         train(engine, batches(2))
         for unit in runtime.units:

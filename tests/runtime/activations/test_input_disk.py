@@ -19,7 +19,7 @@ from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.lanes import StreamWorker
 from ds_slide.runtime.core.pool import BufferLease
 from ds_slide.runtime.ssd.space import SpaceOnSsd
-from ds_slide.store.ssd.files import Part
+from ds_slide.store.ssd.files import TransferPart
 from ds_slide.store.ssd.store import SsdStore
 
 ONE = 5 * 4096
@@ -35,11 +35,11 @@ class LateStore(SsdStore):
         self.asks = threading.Semaphore(0)
         self.reads = 0
 
-    def write(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
+    def write(self, parts: Sequence[TransferPart], then: Callable[[], None], *, urgent: bool = False) -> None:
         self.asked.append(lambda: super(LateStore, self).write(parts, then, urgent=urgent))
         self.asks.release()
 
-    def read(self, parts: Sequence[Part], then: Callable[[], None], *, urgent: bool = False) -> None:
+    def read(self, parts: Sequence[TransferPart], then: Callable[[], None], *, urgent: bool = False) -> None:
         self.reads += 1
         super().read(parts, then, urgent=urgent)
 
