@@ -32,7 +32,7 @@ from ds_slide.integration.ownership import part_in_backward
 from ds_slide.integration.parameter_offload import Coordinator, ParameterOffload
 from ds_slide.integration.parameters import ParameterProtocol
 from ds_slide.integration.refused import missing
-from ds_slide.integration.states import StateAccess, end_access
+from ds_slide.integration.states import StateMethods, end_access
 from ds_slide.integration.update_rules import rule_of
 from ds_slide.optim.rule import Hyper
 from ds_slide.plan.ssd_settings import ssd_settings
@@ -41,7 +41,7 @@ from ds_slide.runtime.core.settings import RuntimeSettings
 from ds_slide.runtime.gradients.totals import NormWatch
 
 
-class SlideZeroOptimizer(StateAccess, ParameterGroups, DeepSpeedZeroOptimizer_Stage3):
+class SlideZeroOptimizer(StateMethods, ParameterGroups, DeepSpeedZeroOptimizer_Stage3):
     """ZeRO stage 3 with the states streamed by `ds_slide.runtime`. Constructor arguments: `slide`, and stock's."""
 
     engine: weakref.ref[Any] | None = None

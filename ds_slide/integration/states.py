@@ -33,7 +33,7 @@ _COUNTS = "ds_slide_update_counts"
 """Key of a checkpoint's optimizer states: update counts, by name, of the parameters that were off in some steps."""
 
 
-class StateAccess:
+class StateMethods:
     """The methods of ZeRO-3's optimizer for its states. SlideZeroOptimizer inherits them and sets the attributes."""
 
     runtime: SlideRuntime
@@ -54,7 +54,7 @@ class StateAccess:
     # ---- one parameter, for deepspeed.utils.safe_* -------------------------------------------------------------
     #
     # All tensors handed out are fp32 on the accelerator; `full` ones have the parameter's shape (collective). Setting a
-    # master is collective, too, because other ranks read the weights (`StateAccess.begin_writing`).
+    # master is collective, too, because other ranks read the weights (`StateMethods.begin_writing`).
 
     def get_local_fp32_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
         """Return the master, or the state of that key, of this rank's partition, [partition_numel]."""
