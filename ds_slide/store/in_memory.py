@@ -16,7 +16,7 @@ import torch
 from ds_slide.model.layout import UnitLayout, pieces
 from ds_slide.optim.client import UnitOptimizer
 from ds_slide.store.state_buffers import StateBufferSpec, items_of
-from ds_slide.store.tiers import GradientSink, Held, OptimizerStates, StateBuffer, Tier, Weights
+from ds_slide.store.tiers import GradientSink, Held, OptimizerStates, Tier, Weights
 
 
 @dataclass(eq=False)
@@ -118,10 +118,6 @@ class HeldInMemory(Held):
     gradient: InMemory
 
     @property
-    def buffers(self) -> Mapping[str, StateBuffer]:
-        return {"gradient": self.gradient}
-
-    @property
     def tensor(self) -> torch.Tensor:
         return self.gradient.tensor
 
@@ -141,13 +137,11 @@ class KeptOnGpu(GradientSink):
 
     gradient: InMemory
 
-    @property
-    def buffers(self) -> Mapping[str, StateBuffer]:
-        return {"gradient": self.gradient}
-
 
 class NotHeld(GradientSink):
     """The sink of a unit whose update begins when its gradient arrives."""
+
+    gradient = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -149,10 +149,13 @@ class GradientSink:
     """The place that a gradient of the unit goes to: kept on the GPU (`KeptOnGpu`), waiting for the step (`Held`), or
     straight to its update (`NotHeld`)."""
 
+    gradient: StateBuffer | None
+    """[trainable_numel]; None where it is not held."""
+
     @property
     def buffers(self) -> Mapping[str, StateBuffer]:
-        """The held gradient ([trainable_numel]), by its name."""
-        return {}
+        """The held gradient, by its name."""
+        return {} if self.gradient is None else {"gradient": self.gradient}
 
 
 class Held(GradientSink):

@@ -287,10 +287,6 @@ class HeldOnSsd(Held):
     gradient: OnSsd
     through: GradientBuffer
 
-    @property
-    def buffers(self) -> Mapping[str, StateBuffer]:
-        return {"gradient": self.gradient}
-
     @contextmanager
     def sum(self, *, first: bool) -> Iterator[torch.Tensor]:
         whole = slice(0, self.gradient.numel)
