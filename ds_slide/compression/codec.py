@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -66,84 +65,84 @@ class GradientSpan:
     flat: torch.Tensor | None
 
 
-class GradientCodec(Protocol):
+class GradientCodec:
     """Encodes gradients on the compute thread and stream, before sums of micro-batches and the collectives. So encoding
-    is linear. No method waits for the GPU."""
+    is linear. No method waits for the GPU.
+
+    The methods with a body are those of a codec whose step writes the weights themselves."""
+
+    dtype: torch.dtype
+    """The data type of gradients when they are reduced and leave the GPU."""
 
     @property
     def numel(self) -> int:
         """Elements of this rank's encoded gradient with padding, and items of each of its states."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The data type of gradients when they are reduced and leave the GPU."""
-        ...
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
         """Bytes of the encoded gradient that leave the GPU."""
-        ...
+        return self.numel * self.dtype.itemsize
 
-    def masters(self, weight_bytes: int, *, rounded: bool) -> Mapping[str, int]:
+    def masters(self, weight_bytes: int, *, rounded: bool) -> Mapping[str, int]:  # noqa: ARG002
         """Return the bytes of what the codec keeps on the GPU, by state buffer: the weights that `apply` changes, their
         remainders unless they are `rounded`, and projectors. Empty where a step writes the weights themselves:
         `UnitState.writes_change` tells the same for a built unit. `weight_bytes`: bytes of one weight."""
-        ...
+        return {}
 
     @property
     def written_numel(self) -> int:
         """Elements of the buffer that a step writes: this rank's weights, frozen ones included, or a change."""
-        ...
+        raise NotImplementedError
 
     def written_itemsize(self, weight_bytes: int) -> int:
         """Return the bytes of each of these elements."""
-        ...
+        return weight_bytes
 
     def written_dtype(self, weight: torch.dtype) -> torch.dtype:
         """Return the data type that a step writes, for weights of data type `weight`."""
-        ...
+        return weight
 
     @property
     def update_run(self) -> int:
         """The most elements that the CPU updates in one call."""
-        ...
+        raise NotImplementedError
 
     def update_begin(self, written: torch.Tensor) -> torch.Tensor:
         """Return the weights that a step begins from, of the size of `written`. A step in place begins from `written`
         itself."""
-        ...
+        return written
 
     @property
     def encode_bytes(self) -> int:
         """Bytes of the GPU workspace of `encode`, which all units share on the compute stream. A multiple of 4."""
-        ...
+        return 0
 
     @property
     def apply_bytes(self) -> int:
         """Bytes of the GPU workspace of `apply`, with room for an uploaded change. All units share it on the stream
         that applies. A multiple of 4."""
-        ...
+        return 0
 
     @property
     def encode_traffic(self) -> int:
         """Bytes of GPU memory that `encode` reads and writes beyond a copy of the gradient."""
-        ...
+        return 0
 
-    def apply_traffic(self, master_bytes: int) -> int:
+    def apply_traffic(self, master_bytes: int) -> int:  # noqa: ARG002
         """Return the bytes of GPU memory that `apply` reads and writes beyond a copy of the weights. `master_bytes`:
         bytes of one element of the masters."""
-        ...
+        return 0
 
     @property
     def segments(self) -> Sequence[Segment]:
         """Spans of one parameter group each, which cover [0, numel) without gaps. An update is a step on each."""
-        ...
+        raise NotImplementedError
 
     @property
     def entries(self) -> Sequence[Entry]:
         """The place of each trainable parameter in [0, numel), in the order of `Gradients`."""
-        ...
+        raise NotImplementedError
 
     def encode(
         self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
@@ -154,7 +153,7 @@ class GradientCodec(Protocol):
         codec has masters, it is the square sum of `gradients` alone. None: the caller sums the squares of `out`, if it
         needs the sum. `sums`: whether it does.
         """
-        ...
+        raise NotImplementedError
 
     def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> torch.Tensor | None:
         """Write each rank's part of this rank's gradient to `out` ([world_size * numel] of `dtype`, rank-major). The
@@ -162,12 +161,12 @@ class GradientCodec(Protocol):
 
         Returns the square sum of `gradients`, [] fp64, where the codec has masters.
         """
-        ...
+        raise NotImplementedError
 
     def encode_in_place(self, gradients: Gradients) -> list[GradientSpan]:
         """Return the encoded gradient without a buffer of its size: ascending places that cover [0, numel) without
         gaps. With one rank only."""
-        ...
+        raise NotImplementedError
 
     def apply(
         self, written: Sequence[torch.Tensor], span: slice, masters: Masters, steps: Sequence[SegmentStep]
@@ -175,7 +174,7 @@ class GradientCodec(Protocol):
         """Bring the elements `span` of an update's result to `masters`, on the current stream, and return the bytes
         moved. `written`: the page-locked results by rank. `steps`: the steps of that update. Several ranks call this
         only if the codec has masters, and all of them then get the same bits from the same bits."""
-        ...
+        raise NotImplementedError
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
@@ -201,7 +200,7 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(GradientCodec):
     """A `GradientCodec` that leaves the gradients of a unit of `layout` as they are, in `dtype`."""
 
     layout: UnitLayout
@@ -212,43 +211,12 @@ class Identity:
         return self.layout.trainable_numel
 
     @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def masters(self, weight_bytes: int, *, rounded: bool) -> Mapping[str, int]:  # noqa: ARG002
-        return {}
-
-    @property
     def written_numel(self) -> int:
         return self.layout.local_numel
-
-    def written_itemsize(self, weight_bytes: int) -> int:
-        return weight_bytes
-
-    def written_dtype(self, weight: torch.dtype) -> torch.dtype:
-        return weight
 
     @property
     def update_run(self) -> int:
         return max(self.numel, 1)
-
-    def update_begin(self, written: torch.Tensor) -> torch.Tensor:
-        return written
-
-    @property
-    def encode_bytes(self) -> int:
-        return 0
-
-    @property
-    def apply_bytes(self) -> int:
-        return 0
-
-    @property
-    def encode_traffic(self) -> int:
-        return 0
-
-    def apply_traffic(self, master_bytes: int) -> int:  # noqa: ARG002
-        return 0
 
     @property
     def segments(self) -> Sequence[Segment]:

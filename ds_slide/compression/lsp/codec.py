@@ -12,6 +12,7 @@ import torch
 from ds_slide.compression.codec import (
     CHANGE_DTYPE,
     CHANGE_START,
+    GradientCodec,
     Gradients,
     GradientSpan,
     Masters,
@@ -60,7 +61,7 @@ class Pair:
 
 
 @dataclass
-class Lsp:
+class Lsp(GradientCodec):
     """A `GradientCodec` for a unit of matrices on the GPU. Gradients leave in `dtype`, rounded from fp32.
 
     Each of several ranks compresses its own gradient with the same projectors. PᵀGQ is linear in G, so each rank holds
@@ -136,10 +137,6 @@ class Lsp:
     def whole_numel(self) -> int:
         """Elements of the encoded gradient, or of the change, of all ranks."""
         return self.encoded.slot_trainable_numel
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
     def masters(self, weight_bytes: int, *, rounded: bool) -> Mapping[str, int]:
         whole = self.layout.slot_numel
