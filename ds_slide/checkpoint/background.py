@@ -129,21 +129,16 @@ class BackgroundSave:
 # waits only as long as memory needs for the copy. Making the file's fp32 values would take several times longer.
 
 
-@dataclass(frozen=True)
-class _Copy:
-    state: UnitState
-
-
 @dataclass
 class Snapshot:
     """Copies of `units`' states from `take` on. `frozen`: copy parameters without optimizer states, too."""
 
     units: Sequence[Unit]
     frozen: bool
-    _copies: dict[int, _Copy] = field(default_factory=dict)
+    _copies: dict[int, UnitState] = field(default_factory=dict)
 
-    def of(self, unit: Unit) -> _Copy:
-        """Return the copy of a unit, to be read in its place."""
+    def of(self, unit: Unit) -> UnitState:
+        """Return the copy of a unit's states, to be read in their place."""
         return self._copies[unit.order]
 
     def nbytes(self) -> int:
@@ -177,9 +172,7 @@ class Snapshot:
                             copy[span].copy_(source.read(span))
                 weights = WeightsInMemory(state_buffers.pop("weight"))
                 specs = unit.state.specs
-                self._copies[unit.order] = _Copy(
-                    UnitState(specs, weights, StatesInMemory(specs, state_buffers), NotHeld())
-                )
+                self._copies[unit.order] = UnitState(specs, weights, StatesInMemory(specs, state_buffers), NotHeld())
             for future in pending:
                 future.result()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
@@ -16,13 +15,6 @@ from ds_slide.runtime.step.phases import HOLD_HINT
 from ds_slide.store.state import UnitState
 
 MASTER = "master"
-
-
-class HasState(Protocol):
-    """A unit, or a copy of its states."""
-
-    @property
-    def state(self) -> UnitState: ...
 
 
 def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
@@ -48,15 +40,9 @@ def pieces(numel: int, length: int = 1 << 18) -> Iterator[slice]:
     return (slice(start, min(start + length, numel)) for start in range(0, numel, length))
 
 
-def local_span(entry: Entry) -> slice:
-    """Return the span of this rank's partition in its unit."""
-    return entry.place
-
-
-def read_values(unit: HasState, key: str, span: slice) -> torch.Tensor:
+def read_values(state: UnitState, key: str, span: slice) -> torch.Tensor:
     """Return fp32 values of `key` (MASTER or the name of a state) of the trainable elements `span`. They are on the
     device of the state buffers, in a new tensor or a view."""
-    state = unit.state
     if key != MASTER:
         # A subspace has no states of single parameters (`ds_slide.checkpoint.compressed` saves its moments).
         return torch.zeros(span.stop - span.start) if state.change is not None else state.read(key, span)
@@ -74,9 +60,9 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return masters
 
 
-def write_values(unit: Unit, key: str, span: slice, values: torch.Tensor) -> None:
+def write_values(state: UnitState, key: str, span: slice, values: torch.Tensor) -> None:
     """Set `key` of the trainable elements `span` from flat fp32 values. MASTER sets the weights too."""
-    state, dtype = unit.state, unit.state.dtype_of("weight")
+    dtype = state.dtype_of("weight")
     if key != MASTER:
         if state.change is None:  # else their own file has them (`ds_slide.checkpoint.compressed`)
             state.write(key, span, values)
@@ -101,11 +87,11 @@ def as_weights(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([encode_split(values[part])[0].view(dtype).float() for part in pieces(values.numel())])
 
 
-def read_weights(unit: HasState, entry: Entry, start: int, stop: int) -> torch.Tensor:
+def read_weights(state: UnitState, entry: Entry, start: int, stop: int) -> torch.Tensor:
     """Return the elements [start, stop) of this rank's partition in the model's dtype, in host memory. `start`: at a
     whole element of the unit."""
     first = entry.offset + entry.items(start)
-    items = unit.state.read("weight", slice(first, first + entry.items(stop - start))).cpu()
+    items = state.read("weight", slice(first, first + entry.items(stop - start))).cpu()
     return entry.viewed(items, stop - start)
 
 
@@ -141,11 +127,11 @@ def write_weight(unit: Unit, entry: Entry, values: torch.Tensor) -> bool:
 
 
 def _write_master(unit: Unit, span: slice, values: torch.Tensor) -> bool:
-    old = read_values(unit, MASTER, span)
+    old = read_values(unit.state, MASTER, span)
     new = values.to(old.device)
     if torch.equal(new.view(torch.int32), old.view(torch.int32)):
         return False
-    write_values(unit, MASTER, span, new)
+    write_values(unit.state, MASTER, span, new)
     return True
 
 

@@ -19,11 +19,12 @@ from torch import nn
 
 from ds_slide.checkpoint.archive import PIECE, Planned
 from ds_slide.checkpoint.restricted import MappedFiles
-from ds_slide.checkpoint.state_buffers import MASTER, HasState, as_weights, pieces, read_values, write_values
+from ds_slide.checkpoint.state_buffers import MASTER, as_weights, pieces, read_values, write_values
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.store.state import UnitState
 
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
 Flat = tuple[torch.Tensor, int]
@@ -33,7 +34,7 @@ Flat = tuple[torch.Tensor, int]
 class States(Protocol):
     """The source of states for a save: the units themselves (`SubGroups`), or copies (`Snapshot`)."""
 
-    def of(self, unit: Unit) -> HasState: ...
+    def of(self, unit: Unit) -> UnitState: ...
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class SubGroups:
     runtime: SlideRuntime
     state_names: Sequence[str]
 
-    def of(self, unit: Unit) -> Unit:
-        """Wait for the pending update of `unit` and return the unit."""
+    def of(self, unit: Unit) -> UnitState:
+        """Wait for the pending update of `unit` and return its states."""
         self.runtime.access.settle(unit)
-        return unit
+        return unit.state
 
     def masters(self, states: States) -> list[Planned]:
         """Return the fp32 masters by sub-group (`fp32_flat_groups`)."""
@@ -135,7 +136,7 @@ class SubGroups:
         weights = unit.parameter_dtype
         for span in pieces(unit.layout.trainable_numel, PIECE):
             values = _values(unit, span, sources, files)
-            write_values(unit, key, span, as_weights(values, weights) if rounded else values)
+            write_values(unit.state, key, span, as_weights(values, weights) if rounded else values)
 
     def _check(self, flats: Sequence[torch.Tensor], what: str) -> None:
         expected = [sum(self.places[parameter][1].partition_numel for parameter in group) for group in self.groups]

@@ -183,9 +183,9 @@ class ParameterProtocol:
             missing = entry.partition_numel - own.numel()
             return nn.functional.pad(own, (0, missing)) if missing else own
         self._runtime.access.settle(unit)
-        span = state_buffers.local_span(entry)
+        span = entry.place
         if unit.spec.precision.narrowed and entry.dtype is None:
-            return state_buffers.read_values(unit, state_buffers.MASTER, span)
+            return state_buffers.read_values(unit.state, state_buffers.MASTER, span)
         return entry.viewed(unit.state.read("weight", span), entry.partition_numel)
 
     def _whole(self, parameter: Any) -> torch.Tensor:
@@ -224,7 +224,7 @@ class ParameterProtocol:
         shared = self._shared_parts(unit)
         if shared is None:
             return self._whole(parameter)
-        span = state_buffers.local_span(entry)
+        span = entry.place
         whole = torch.cat([entry.viewed(part[span], entry.partition_numel) for part in shared])
         whole = whole[: entry.numel].view(entry.shape)
         return whole.to(self._runtime.device.torch)

@@ -146,7 +146,7 @@ class DeepSpeedClients:
         parameters: Sequence[Any] = unit.parameters
         weights, remainder = unit.state.weights.buffer, unit.state.buffers.get("remainder")
         for parameter, entry, dtype in zip(parameters, unit.layout.entries, unit.dtypes, strict=True):
-            span = state_buffers.local_span(entry)
+            span = entry.place
             view = weights.view(span)
             if view is None:  # the weights are on SSD: a read of the elements has to gather them
                 view = torch.empty(0, dtype=entry.dtype or unit.dtype)

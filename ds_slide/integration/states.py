@@ -66,7 +66,7 @@ class StateMethods:
             require_own_layout(unit, "the optimizer state")
         state_buffers.require_stepped(self.runtime, unit, "reading a state")
         self.runtime.access.settle(unit)
-        own = state_buffers.read_values(unit, self._known(optim_state_key), state_buffers.local_span(entry))
+        own = state_buffers.read_values(unit.state, self._known(optim_state_key), entry.place)
         return own.to(self.runtime.device.torch, copy=True)
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
@@ -85,7 +85,7 @@ class StateMethods:
             self.runtime.access.begin_writing()
         own = value.reshape(-1)[: entry.partition_numel].float()
         span = slice(entry.offset, entry.offset + own.numel())
-        state_buffers.write_values(unit, self._known(optim_state_key), span, own)
+        state_buffers.write_values(unit.state, self._known(optim_state_key), span, own)
         if optim_state_key is None:
             self.runtime.access.weights_changed(unit)
 
@@ -100,7 +100,7 @@ class StateMethods:
             return None
         unit, entry = place
         self._settle_gradient(unit)
-        gradient = unit.state.read("gradient", state_buffers.local_span(entry))
+        gradient = unit.state.read("gradient", entry.place)
         return gradient.to(device=self.runtime.device.torch, dtype=torch.float32, copy=True)
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> torch.Tensor | None:

@@ -82,7 +82,7 @@ def copied_state_buffers(engine: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         return [copied(item) for item in value] if isinstance(value, list) else value
 
     weights = {
-        entry.name: read_weights(unit, entry, 0, entry.partition_numel).clone()
+        entry.name: read_weights(unit.state, entry, 0, entry.partition_numel).clone()
         for unit, entry in engine.optimizer.protocol.places.values()
         if not entry.trainable
     }
@@ -96,7 +96,7 @@ def killed_while_saving(engine: Any, folder: Path, tag: str, prepare: Callable[[
     if child == 0:
         try:
             engine.optimizer.planned_state_dict = lambda _states: state
-            checkpoint_save.read_weights = lambda _unit, entry, start, stop: weights[entry.name][start:stop]
+            checkpoint_save.read_weights = lambda _state, entry, start, stop: weights[entry.name][start:stop]
             engine.optimizer.checkpoint_event_epilogue = lambda: None  # waits for threads that the child does not have
             prepare(lambda: os.kill(os.getpid(), signal.SIGKILL))
             engine.save_checkpoint(folder, tag)

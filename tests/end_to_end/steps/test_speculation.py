@@ -39,7 +39,6 @@ from harness import (
 from ssd_fault_runs import Launcher, launched
 from torch import nn
 
-from ds_slide.checkpoint.state_buffers import local_span
 from ds_slide.runtime.core.futures import Future
 from ds_slide.store.way_back import SLICE
 
@@ -471,7 +470,7 @@ def test_a_partition_that_a_script_keeps_follows_its_block() -> None:
             trained_with_pauses(engine, batches(1, seed=step))
             for (unit, entry), tensor, address in zip(places, kept, before, strict=True):
                 engine.optimizer.runtime.access.settle(unit)
-                assert same_bits(tensor, unit.state.read("weight", local_span(entry)))
+                assert same_bits(tensor, unit.state.read("weight", entry.place))
                 assert (tensor.data_ptr() == address) == bool(step)
 
 
