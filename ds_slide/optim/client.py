@@ -12,6 +12,7 @@ finds that out, together with everything else that cannot be read from a class.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +28,14 @@ from ds_slide.optim.rule import Member, UpdateRule
 Settings = Mapping[str, Any]
 """A parameter group without its parameters."""
 
-_BASE = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
-"""Attributes that every optimizer of torch has."""
 _REFERENCE = "ds_slide parameter"
+
+
+@functools.cache
+def _attributes_of_all() -> frozenset[str]:
+    """Return the attributes that every optimizer of torch has."""
+    # Not when this module is imported: an optimizer imports torch._dynamo, which fails inside of `deepspeed.zero.Init`.
+    return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +120,7 @@ class UnitOptimizer:
         self._groups = sorted({member.group for member in members})
         own = {id(member.parameter): each for member, each in zip(members, self._stand_ins, strict=True)}
         self._copy: torch.optim.Optimizer = object.__new__(type(client))
-        self._own_attributes = frozenset(vars(client)) - _BASE - {"step"}
+        self._own_attributes = frozenset(vars(client)) - _attributes_of_all() - {"step"}
         for name, value in vars(client).items():
             if name not in ("param_groups", "state", "step"):  # a scheduler puts "step" there, to count its calls
                 self._copy.__dict__[name] = _copied(value, own)

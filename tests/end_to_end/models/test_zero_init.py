@@ -6,6 +6,8 @@ converts norms to fp32, which changes nothing of weights that are partitioned.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -64,3 +66,14 @@ def test_what_nobody_has_filled_in_is_refused_by_the_engine() -> None:
         engine_for(model, config),
     ):
         pass
+
+
+def test_the_first_use_of_the_key_may_be_inside_of_an_init() -> None:
+    """What is imported then must not import torch._dynamo, which fails while `zero.Init` has replaced Tensor.__new__."""
+    lines = [
+        "import deepspeed, ds_slide, sys",
+        "import ds_slide.integration.contract",
+        "print('torch._dynamo' in sys.modules)",
+    ]
+    run = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "False"
