@@ -69,11 +69,7 @@ def test_what_nobody_has_filled_in_is_refused_by_the_engine() -> None:
 
 
 def test_the_first_use_of_the_key_may_be_inside_of_an_init() -> None:
-    """What is imported then must not import torch._dynamo, which fails while `zero.Init` has replaced Tensor.__new__."""
-    lines = [
-        "import deepspeed, ds_slide, sys",
-        "import ds_slide.integration.contract",
-        "print('torch._dynamo' in sys.modules)",
-    ]
-    run = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    """What is imported then does not import torch._dynamo, which fails where `zero.Init` has replaced `__new__`."""
+    script = "import deepspeed, ds_slide.integration.contract, sys; print('torch._dynamo' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "False"
