@@ -120,8 +120,12 @@ def require_own_parameters(engine: Any) -> None:
         )
 
 
-def require_same_parameters(engine: Any, path: Path, file: str) -> None:
-    """Raise SlideError where the tag at `path`, with model states in `file`, has other parameters than the model."""
+def require_same_parameters(engine: Any, path: Path, file: str, *, strict: bool) -> None:
+    """Raise SlideError where the tag at `path`, with model states in `file`, has other parameters than the model.
+
+    `strict`: whether the load wants every weight. Otherwise the tag may have been saved without the frozen ones, as
+    transformers' Trainer saves models with adapters.
+    """
     content = MappedFiles().load(file, "cpu")
     groups, frozen = content.get(PARAM_SHAPES), content.get(FROZEN_PARAM_SHAPES)
     if groups is None:
@@ -132,9 +136,18 @@ def require_same_parameters(engine: Any, path: Path, file: str) -> None:
         engine.param_names[parameter]: place[1].trainable
         for parameter, place in engine.optimizer.protocol.places.items()
     }
-    both = saved.keys() & own.keys()
+    both, missing = saved.keys() & own.keys(), own.keys() - saved.keys()
+    if frozen is None:
+        excluded = {name for name in missing if not own[name]}
+        if excluded and strict:
+            raise SlideError(
+                f"the checkpoint {path} was saved without frozen parameters, and the model has "
+                f"{_listed(sorted(excluded))}; pass load_module_strict=False to load_checkpoint, which leaves them as "
+                "they are"
+            )
+        missing -= excluded
     problems = [
-        _clause("does not have {}", own.keys() - saved.keys(), own),
+        _clause("does not have {}", missing, own),
         _clause("has {}, and the model has not", saved.keys() - own.keys(), saved),
         _clause("trains {}, frozen in the model", {name for name in both if saved[name] and not own[name]}, own),
         _clause("has {} frozen, trained in the model", {name for name in both if own[name] and not saved[name]}, own),

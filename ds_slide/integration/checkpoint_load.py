@@ -75,7 +75,7 @@ def load_checkpoint(
     directory = Path(load_dir)
     finish_save(engine)
     everything = load_optimizer_states and not load_module_only
-    wanted = Wanted(everything, custom_load_fn is not None, dist.get_world_size())
+    wanted = Wanted(everything, custom_load_fn is not None, dist.get_world_size(), load_module_strict)
     options = {
         "load_module_strict": load_module_strict,
         "load_lr_scheduler_states": load_lr_scheduler_states,
@@ -132,11 +132,12 @@ def load_checkpoint(
 @dataclass(frozen=True)
 class Wanted:
     """The states that a load takes. `everything`: the optimizer's, too. `custom`: the script loads the module. `ranks`:
-    the number of ranks that load."""
+    the number of ranks that load. `strict`: no weight may be missing."""
 
     everything: bool
     custom: bool
     ranks: int
+    strict: bool = True
 
     def whole_model(self, saved: frozenset[str]) -> bool:
         """Whether the whole model is read from the files of all ranks, `saved`, and loaded into the module."""
@@ -277,7 +278,7 @@ def _verify(engine: Any, directory: Path, tag: str, wanted: Wanted, saved: froze
         manifest.check_listed(path, map(os.path.basename, there))
     _read_all(there)
     if not whole_model and os.path.lexists(states := engine._get_ckpt_name(str(directory), tag)):
-        require_same_parameters(engine, path, states)
+        require_same_parameters(engine, path, states, strict=wanted.strict)
 
 
 def _check_that_none_is_due(engine: Any, path: Path, files: list[str]) -> None:

@@ -65,6 +65,33 @@ def test_other_parameters_are_named(
         assert unequal(states_of(engine.module), before) == []
 
 
+def frozen_but_norms() -> nn.Module:
+    model = plain()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+def test_frozen_parameters_that_were_not_saved(tmp_path: Path) -> None:
+    """As transformers' Trainer saves models with adapters, and resumes them. A strict load wants every weight."""
+    data = batches(6)
+    with engine_for(frozen_but_norms(), ds_config({"window": 2})) as engine:
+        train(engine, data[:3])
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        expected = train(engine, data[3:])
+        states = states_of(engine.module)
+    with engine_for(frozen_but_norms(), ds_config({"window": 2})) as engine:
+        before = states_of(engine.module)
+        with pytest.raises(
+            SlideError, match=r"was saved without frozen parameters, and the model has .* 1\d more; pass"
+        ):
+            engine.load_checkpoint(tmp_path)
+        assert unequal(states_of(engine.module), before) == []
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        assert train(engine, data[3:]).losses == expected.losses
+        assert unequal(states_of(engine.module), states) == []
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_parameters_added_after_initialize_are_named_at_the_save(trains: bool, tmp_path: Path) -> None:
     with engine_for(plain(), ds_config({"window": 2})) as engine:
