@@ -26,6 +26,7 @@ from ds_slide.integration.contract import check_deepspeed_config, raise_all
 from ds_slide.integration.early import check_types
 from ds_slide.integration.refused import compressed_ranks_problems
 from ds_slide.optim.adamw import ADAMW
+from ds_slide.optim.muon import MuonRule
 from ds_slide.plan.forecast import Room
 from ds_slide.plan.memory import Budgets, Plan
 from ds_slide.plan.needs import Needs
@@ -161,6 +162,8 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
     steps = parsed.gradient_accumulation_steps
     set_optimizer_flags(parsed, model)  # it marks the parameters for Muon
     rule, group_of = update_rules.with_groups(rule, model)
+    if isinstance(rule, MuonRule):
+        notes.append("times leave out the products of Muon's updates, and count the rest as the CPU's")
     settings = RuntimeSettings(
         slide,
         ssd_settings(slide, raw),
