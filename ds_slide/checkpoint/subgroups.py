@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -22,10 +22,13 @@ from ds_slide.checkpoint.restricted import MappedFiles
 from ds_slide.checkpoint.state_buffers import MASTER, as_weights, pieces, read_values, write_values
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
+from ds_slide.optim.rule import UpdateRule
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.store.state import UnitState
 
+_NOTHING = torch.empty(0)
+"""The states that a sub-group does not have."""
 Places = dict[nn.Parameter, tuple[Unit, Entry]]
 Flat = tuple[torch.Tensor, int]
 """A flat tensor, and the element where the partition of a parameter begins."""
@@ -40,13 +43,17 @@ class States(Protocol):
 @dataclass(frozen=True)
 class SubGroups:
     """The sub-groups of an engine. `groups`: DeepSpeed's `fp16_groups`. `group_ids`: the optimizer group of each.
-    `state_names`: the states of the update rule."""
+    `rule`: the update rule, which tells the rule of each optimizer group."""
 
     groups: Sequence[Sequence[nn.Parameter]]
     group_ids: Sequence[int]
     places: Places
     runtime: SlideRuntime
-    state_names: Sequence[str]
+    rule: UpdateRule
+
+    def state_names(self, number: int) -> Sequence[str]:
+        """Return the states of the rule that updates sub-group `number`."""
+        return self.rule.of_group(self.group_ids[number]).state_names
 
     def of(self, unit: Unit) -> UnitState:
         """Wait for the pending update of `unit` and return its states."""
@@ -63,7 +70,7 @@ class SubGroups:
         """Return the state dict that a torch optimizer over the flat sub-groups would have. `step` makes a step count
         for each sub-group, because optimizers with a tensor count in place."""
         state = {
-            number: {"step": step(), **{key: self._planned(group, key, states) for key in self.state_names}}
+            number: {"step": step(), **{key: self._planned(group, key, states) for key in self.state_names(number)}}
             for number, group in enumerate(self.groups)
         }
         packed = []
@@ -104,16 +111,16 @@ class SubGroups:
     ) -> int:
         """Set the optimizer states and the groups' settings, and return the step count."""
         saved = [state_dict["state"][number] for number in sorted(state_dict["state"])]
-        for key in self.state_names:
-            if not all(key in state for state in saved):
+        for key, numbers in self._holders().items():
+            if not all(key in state for number, state in enumerate(saved) if number in numbers):
                 found = sorted(set().union(*saved) - {"step"})
                 raise SlideError(
                     f"the checkpoint's optimizer_state_dict has no {key}, which the optimizer needs, but "
                     f"{', '.join(found) or 'no states'}; load it with the optimizer that it was saved with, or pass "
                     "load_optimizer_states=False to load_checkpoint"
                 )
-            flats = [state[key].reshape(-1) for state in saved]
-            self._check(flats, "optimizer_state_dict")
+            flats = [state[key].reshape(-1) if number in numbers else _NOTHING for number, state in enumerate(saved)]
+            self._check(flats, "optimizer_state_dict", numbers)
             self._load(key, flats, files)
         load_settings(param_groups, state_dict["param_groups"])
         # torch's SGD counts no steps. If it has a state, its first step is over.
@@ -125,7 +132,8 @@ class SubGroups:
             starts = accumulate((self.places[parameter][1].partition_numel for parameter in group), initial=0)
             sources |= {parameter: (flat, start) for parameter, start in zip(group, starts, strict=False)}
         for unit in self.runtime.units:
-            self.load_unit(unit, key, sources, files, rounded=rounded)
+            if key == MASTER or unit.state.writes_change or unit.state.has(key):
+                self.load_unit(unit, key, sources, files, rounded=rounded)
 
     def load_unit(
         self, unit: Unit, key: str, sources: Mapping[nn.Parameter, Flat], files: MappedFiles, *, rounded: bool = False
@@ -138,8 +146,20 @@ class SubGroups:
             values = _values(unit, span, sources, files)
             write_values(unit.state, key, span, as_weights(values, weights) if rounded else values)
 
-    def _check(self, flats: Sequence[torch.Tensor], what: str) -> None:
-        expected = [sum(self.places[parameter][1].partition_numel for parameter in group) for group in self.groups]
+    def _holders(self) -> dict[str, list[int]]:
+        """Return the numbers of the sub-groups with each state."""
+        names = [self.state_names(number) for number in range(len(self.groups))]
+        keys = dict.fromkeys(key for each in names for key in each)
+        return {key: [number for number, each in enumerate(names) if key in each] for key in keys}
+
+    def _check(self, flats: Sequence[torch.Tensor], what: str, numbers: Collection[int] | None = None) -> None:
+        """`numbers`: the sub-groups that have something in `flats`; None: all."""
+        expected = [
+            sum(self.places[parameter][1].partition_numel for parameter in group)
+            if numbers is None or number in numbers
+            else 0
+            for number, group in enumerate(self.groups)
+        ]
         found = [flat.numel() for flat in flats]
         if found != expected:
             raise SlideError(

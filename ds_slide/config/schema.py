@@ -275,11 +275,11 @@ class SlideConfig(_Block):
     """
 
     state_dtype: Literal["fp32", "bf16", "8bit"] = Field(default="fp32", description='"fp32", "bf16" or "8bit"')
-    """Storage of the two moments of AdamW.
+    """Storage of the two moments of AdamW, and of Muon's momentum.
 
-    "fp32" is exact. "bf16" rounds stochastically. "8bit" has a scale for each 64 numbers. Other optimizers have
-    "fp32" only. The masters of the weights stay exact. The two short formats save 4 and nearly 6 of 12 bytes a
-    parameter, in memory and on SSD. They are updated on the CPU, so they exclude `gpu_states`.
+    "fp32" is exact. "bf16" rounds stochastically. "8bit" has a scale for each 64 numbers, and is for AdamW alone.
+    Other optimizers have "fp32" only. The masters of the weights stay exact. The two short formats save 4 and nearly
+    6 of AdamW's 12 bytes a parameter, in memory and on SSD. They exclude `gpu_states`.
     """
 
     ssd_buffers: Literal["auto"] | BufferCount = Field(default="auto", description=f'"auto" or {BUFFERS_HELP}')
@@ -339,7 +339,7 @@ class SlideConfig(_Block):
     """
 
     speculate: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether deferred updates begin under backward, before the norm is known.
+    """Whether updates begin under backward, before the norm is known.
 
     Such a speculative update assumes that the norm is below the limit. If it is not, the update is undone. It
     concerns blocks in host memory. "auto": while the last four norms were below the limit and the updates take
@@ -347,7 +347,7 @@ class SlideConfig(_Block):
     """
 
     share_weights: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
-    """Whether ranks of one machine read each other's weights in host memory.
+    """Whether ranks of a machine read each other's weights in host memory.
 
     Then each rank uploads whole units. With false, each uploads its part, and the process group gathers the parts:
     more work for the GPU, but fewer bytes through a host link that several GPUs share. Weights on SSD and units
@@ -429,6 +429,22 @@ class SlideConfig(_Block):
     Each rank has a flat piece of every parameter. An optimizer that treats each element by itself has the same result
     there. One that treats matrices by their shape, such as Adafactor, is another optimizer there, under stock ZeRO-3
     too, and is refused unless this is true ([optimizers](optimizers.md#several-ranks)).
+    """
+
+    muon_scale: Literal["deepspeed", "moonlight"] = Field(default="deepspeed", description='"deepspeed" or "moonlight"')
+    """The factor of Muon's orthogonal update of a matrix.
+
+    "deepspeed": sqrt(max(1, rows / columns)), as in DeepSpeed and in the first Muon. "moonlight": 0.2 *
+    sqrt(max(rows, columns)), as in Moonlight and Kimi K2, where Muon takes the learning rate and the weight decay of
+    AdamW.
+    """
+
+    muon_norm: Literal["gradient", "update"] = Field(default="gradient", description='"gradient" or "update"')
+    """What `gradient_clipping` limits the norm of under Muon.
+
+    "gradient": the gradient, as in plain torch. "update": for Muon's matrices the orthogonal update, as in DeepSpeed.
+    That norm is about the square root of the number of rows of all matrices, so a limit of 1.0 makes every step
+    smaller. All orthogonal updates are then computed in `engine.step()` ([optimizers](optimizers.md#muon)).
     """
 
     async_save: StrictBool = Field(default=False, description="true or false")

@@ -106,7 +106,7 @@ def divided(
     precisions: Precisions = MappingProxyType({}),
 ) -> tuple[list[UnitPlan], StreamedHead | None]:
     """Return the units of `module` in the order of their use in a forward, and the head whose rows are streamed."""
-    config = settings.slide
+    config, precisions = settings.slide, _with_rules(precisions, group_of, settings)
     head = find_streamed_head(module, world_size) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     apart = () if head is None else (head.path,)
@@ -120,6 +120,18 @@ def divided(
         _check_compressed(config.compression, [part for part in structure.parts if part.compressed])
     specs = _in_forward_order(module, structure.units)
     return [_unit_plan(spec, group_of, settings, world_size, head) for spec in specs], head
+
+
+def _with_rules(precisions: Precisions, group_of: Mapping[nn.Parameter, int], settings: RuntimeSettings) -> Precisions:
+    """Return `precisions` with the rule of each trained parameter that another rule than the run's updates: a unit has
+    one rule."""
+    rule = settings.rule
+    other = {} if rule is None else {p: rule.of_group(group) for p, group in group_of.items()}
+    return dict(precisions) | {
+        parameter: dataclasses.replace(precisions.get(parameter) or Precision.declared(parameter), rule=own.name)
+        for parameter, own in other.items()
+        if own is not rule
+    }
 
 
 def _check_compressed(compression: CompressionConfig, parts: Sequence[UnitSpec]) -> None:

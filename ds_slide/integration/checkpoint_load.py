@@ -186,7 +186,7 @@ def _universal_tag(engine: Any, directory: Path, tag: Any, *, everything: bool) 
             )
         _read_all(metadata)
         optimizer = engine.optimizer
-        keys = (MASTER, *optimizer.sub_groups.state_names) if everything else (MASTER,)
+        keys = (MASTER, *optimizer.rule.state_names) if everything else (MASTER,)
         optimizer.universal_checkpoint(path).check(optimizer.sub_groups, len(optimizer.optimizer.param_groups), keys)
         return chosen
 

@@ -27,6 +27,7 @@ from ds_slide.integration.refused import (
 )
 from ds_slide.model.carried import TRAINED_DTYPES
 from ds_slide.optim.client import ClientRule, trial
+from ds_slide.optim.muon import MuonRule
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.ssd_settings import ssd_problems
 from ds_slide.runtime.updates.threads import first_unusable_core
@@ -58,6 +59,7 @@ def check_deepspeed_config(
         *(state_dtype_problems(slide) if trains else ()),
         *rule_problems(slide, rule),
         *client_problems(values, slide, rule),
+        *matrix_problems(values, slide, rule),
         *(compressed_json_problems(values, slide, rule) if trains else ()),
         *(holding_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
@@ -87,10 +89,12 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
         *optimizer_problems(init_optimizer),
         *rule_problems(slide, rule),
         *client_problems(values, slide, rule),
+        *matrix_problems(values, slide, rule),
         *compressed_rule_problems(slide, rule),
         *compressed_engine_problems(kwargs, init_optimizer, slide),
     )
     ranks = dist.get_world_size(kwargs.get("dp_process_group")) if dist.is_initialized() else 1
+    raise_all(*matrix_ranks_problems(rule, ranks, slide))
     raise_all(*trial_problems(rule, ranks, slide))  # after the others: it runs the client's code
 
 
@@ -290,6 +294,37 @@ def client_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None)
         yield (
             f'zero_optimization.offload_optimizer.device is "nvme", but {rule.name} makes its states itself, in host '
             'memory; set it to "cpu", or use AdamW'
+        )
+
+
+def matrix_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
+    """Yield problems of settings beside Muon, whose states are in host memory and whose matrices are whole."""
+    if not isinstance(rule, MuonRule):
+        return
+    if slide.gpu_states not in ("auto", 0):
+        yield (
+            f"ds_slide.gpu_states is {shown(slide.gpu_states)}, but {rule.name} keeps its momentum in host memory and "
+            'brings it to the GPU for an update; set it to "auto" or 0'
+        )
+    if slide.muon_norm == "update" and values.get("fp16"):
+        yield (
+            'ds_slide.muon_norm is "update", but fp16.enabled is true, whose loss scale an update does not carry; use '
+            'bf16, or set muon_norm to "gradient"'
+        )
+    device = getattr(values.get("offload_optimizer_config"), "device", None)
+    if getattr(device, "value", device) == "nvme":
+        yield (
+            f'zero_optimization.offload_optimizer.device is "nvme", but {rule.name} updates whole matrices, which '
+            'chunks on SSD would cut; set it to "cpu", or use AdamW'
+        )
+
+
+def matrix_ranks_problems(rule: UpdateRule | None, ranks: int, slide: SlideConfig) -> Iterator[str]:
+    """Yield a problem of the number of ranks."""
+    if isinstance(rule, MuonRule) and ranks > 1 and slide.defer_updates is False:
+        yield (
+            f"ds_slide.defer_updates is false, but {rule.name} gathers the matrices of {ranks} ranks in the step; set "
+            'it to "auto"'
         )
 
 

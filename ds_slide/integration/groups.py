@@ -110,9 +110,7 @@ class ParameterGroups:
         return [*known, *others]
 
     def _serve_sub_groups(self) -> None:
-        self.sub_groups = SubGroups(
-            self.fp16_groups, self._group_ids, self.protocol.places, self.runtime, self.rule.state_names
-        )
+        self.sub_groups = SubGroups(self.fp16_groups, self._group_ids, self.protocol.places, self.runtime, self.rule)
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:

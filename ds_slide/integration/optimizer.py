@@ -34,6 +34,7 @@ from ds_slide.integration.parameters import ParameterProtocol
 from ds_slide.integration.refused import missing
 from ds_slide.integration.states import StateMethods, end_access
 from ds_slide.integration.update_rules import rule_of
+from ds_slide.optim.muon import orthogonalized
 from ds_slide.optim.rule import Hyper
 from ds_slide.plan.ssd_settings import ssd_settings
 from ds_slide.runtime.core.context import AS_THEY_ARE
@@ -87,6 +88,7 @@ class SlideZeroOptimizer(StateMethods, ParameterGroups, DeepSpeedZeroOptimizer_S
             accumulates(ds_config, self.gradient_accumulation_steps),
             clips=self.clip_grad > 0,
             rule=self.rule,
+            ranks=self.partition_count,
         )
         group_of = self._group_of()
         precisions = precisions_under_autocast(module, ds_config, group_of)
@@ -261,10 +263,19 @@ class SlideZeroOptimizer(StateMethods, ParameterGroups, DeepSpeedZeroOptimizer_S
             self._global_grad_norm = float("inf")
             self.runtime.discard_gradients()
             return
-        norm = scaled_norm / scale
+        norm, hypers = scaled_norm / scale, self._hypers()
+        settings = self.runtime.parts.context.settings
+        if settings.limits_updates:
+            self.runtime.orthogonalize(hypers, 1.0 / scale)
+            norm = math.sqrt(self.runtime.taking.square_sum())
         self._global_grad_norm = torch.tensor(norm, dtype=torch.float32)
         clip = max(1.0, (norm + 1e-6) / self.clip_grad) if self.clip_grad > 0 else 1.0
-        self.runtime.step(self._hypers(), 1.0 / (clip * scale))
+        if settings.limits_updates:
+            hypers = orthogonalized(hypers, 1.0 / clip)
+        elif settings.updates_in_step:
+            self.runtime.orthogonalize(hypers, 1.0 / (clip * scale))
+            hypers = orthogonalized(hypers, 1.0)
+        self.runtime.step(hypers, 1.0 / (clip * scale))
 
     def _step_under_way(self) -> None:
         self.overflow = False

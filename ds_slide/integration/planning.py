@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed import set_optimizer_flags
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
@@ -25,6 +26,7 @@ from ds_slide.integration.contract import check_deepspeed_config, raise_all
 from ds_slide.integration.early import check_types
 from ds_slide.integration.refused import compressed_ranks_problems
 from ds_slide.optim.adamw import ADAMW
+from ds_slide.optim.muon import MuonRule
 from ds_slide.plan.forecast import Room
 from ds_slide.plan.memory import Budgets, Plan
 from ds_slide.plan.needs import Needs
@@ -158,6 +160,10 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
     if model_dtype == torch.float32:
         notes.append("the model is in fp32, but times are those of products in bf16, which are several times as fast")
     steps = parsed.gradient_accumulation_steps
+    set_optimizer_flags(parsed, model)  # it marks the parameters for Muon
+    rule, group_of = update_rules.with_groups(rule, model)
+    if isinstance(rule, MuonRule):
+        notes.append("times leave out the products of Muon's updates, and count the rest as the CPU's")
     settings = RuntimeSettings(
         slide,
         ssd_settings(slide, raw),
@@ -166,8 +172,8 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
         accumulates(raw, steps),
         clips=parsed.gradient_clipping > 0,
         rule=rule,
+        ranks=room.ranks,
     )
-    group_of = {parameter: 0 for parameter in model.parameters() if parameter.requires_grad}
     unit_plans, _ = divided(model, group_of, settings, room.ranks)
     shares = room.ranks > 1 and slide.share_weights is not False
     plan = plan_of(unit_plans, settings, _budgets(slide, room), shares_weights=shares)

@@ -66,7 +66,7 @@ class StateMethods:
             require_own_layout(unit, "the optimizer state")
         state_buffers.require_stepped(self.runtime, unit, "reading a state")
         self.runtime.access.settle(unit)
-        own = state_buffers.read_values(unit.state, self._known(optim_state_key), entry.place)
+        own = state_buffers.read_values(unit.state, self._known(optim_state_key, entry), entry.place)
         return own.to(self.runtime.device.torch, copy=True)
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
@@ -85,7 +85,7 @@ class StateMethods:
             self.runtime.access.begin_writing()
         own = value.reshape(-1)[: entry.partition_numel].float()
         span = slice(entry.offset, entry.offset + own.numel())
-        state_buffers.write_values(unit.state, self._known(optim_state_key), span, own)
+        state_buffers.write_values(unit.state, self._known(optim_state_key, entry), span, own)
         if optim_state_key is None:
             self.runtime.access.weights_changed(unit)
 
@@ -157,13 +157,14 @@ class StateMethods:
     def _gather(self, parameter: nn.Parameter, own: torch.Tensor | None) -> torch.Tensor | None:
         return None if own is None else self.protocol.gathered(parameter, own.contiguous())
 
-    def _known(self, key: str | None) -> str:
+    def _known(self, key: str | None, entry: Entry) -> str:
         if key is None:
             return state_buffers.MASTER
-        names = self.rule.state_names
-        if key not in names:
+        assert entry.group is not None
+        rule = self.rule.of_group(entry.group)
+        if key not in rule.state_names:
             raise SlideError(
-                f"there is no optimizer state '{key}'; {self.rule.name} has {' and '.join(names) or 'none'}"
+                f"there is no optimizer state '{key}'; {rule.name} has {' and '.join(rule.state_names) or 'none'}"
             )
         return key
 

@@ -6,9 +6,12 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from ds_slide.integration.selfcheck import replaced
 from ds_slide.optim.adamw import ADAMW
@@ -43,6 +46,26 @@ def _sgd(optimizer: Any) -> UpdateRule:
     return sgd.SGD_MOMENTUM if optimizer is None else sgd.rule_of(optimizer)
 
 
+def _muon(optimizer: Any) -> UpdateRule:
+    from ds_slide.optim.muon import muon_rule
+
+    groups = [] if optimizer is None else optimizer.param_groups
+    adamw = frozenset(index for index, group in enumerate(groups) if not group["use_muon"])
+    parameters = (parameter for group in groups for parameter in group["params"])
+    heads = {each: each.muon_num_heads for each in parameters if getattr(each, "muon_num_heads", None)}
+    return muon_rule(adamw, _product_dtypes(), heads)
+
+
+def _product_dtypes() -> dict[str, torch.dtype]:
+    """Return the data type of the products of each `ns_method`, as in DeepSpeed's `ns_compute_dtype`, whose module
+    takes seconds to import."""
+    accelerator = get_accelerator()
+    return {
+        "gram": torch.float16 if accelerator.is_fp16_supported() else torch.float32,
+        "standard": torch.bfloat16 if accelerator.is_bf16_supported() else torch.float32,
+    }
+
+
 OPTIMIZERS = (
     Optimizers(
         "Adam",
@@ -52,6 +75,7 @@ OPTIMIZERS = (
     ),
     Optimizers("Lion", ("lion",), (("deepspeed", "DeepSpeedCPULion"), ("deepspeed", "FusedLion")), _lion),
     Optimizers("SGD", ("SGD",), (("torch", "SGD"),), _sgd),
+    Optimizers("Muon", ("muon",), (("deepspeed", "MuonWithAuxAdam"),), _muon),
 )
 
 
@@ -81,10 +105,21 @@ def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None
     return None if found is None else found.rule(None)
 
 
+def with_groups(rule: UpdateRule, model: nn.Module) -> tuple[UpdateRule, dict[nn.Parameter, int]]:
+    """Return the rule and the groups of the trainable parameters that an optimizer would have, as DeepSpeed makes it
+    from the JSON: one group, and a second one beside Muon's. The parameters have DeepSpeed's marks."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if rule.name != "Muon":
+        return rule, dict.fromkeys(trainable, 0)
+    marked = [parameter for parameter in trainable if getattr(parameter, "use_muon", False)]
+    group_of = dict.fromkeys(trainable, 1) | dict.fromkeys(marked, 0)
+    groups = [{"use_muon": True, "params": marked}, {"use_muon": False, "params": []}]
+    return _muon(SimpleNamespace(param_groups=groups)), group_of
+
+
 def has_name(json_name: str) -> bool:
-    """Whether `optimizer.type` has a rule here, or names a class of torch.optim, which DeepSpeed makes. "Muon" is a
-    class of DeepSpeed's own, which is not served."""
-    kind = None if json_name.lower() == "muon" else getattr(torch.optim, json_name, None)
+    """Whether `optimizer.type` has a rule here, or names a class of torch.optim, which DeepSpeed makes."""
+    kind = getattr(torch.optim, json_name, None)
     return known_as(json_name) is not None or (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
 
 

@@ -28,7 +28,7 @@ from ds_slide.model.layer_lists import parameter_shape as parameter_shape
 
 @dataclass(frozen=True)
 class Precision:
-    """The data types of all parameters of a unit."""
+    """The data types and the update rule of all parameters of a unit."""
 
     parameter: torch.dtype
     """The data type that the model declares, and that a script sees outside of a forward."""
@@ -36,6 +36,8 @@ class Precision:
     """The data type of the weights that the GPU computes with."""
     gradient: torch.dtype | None = None
     """The data type of gradients when they are reduced and go to host memory; None: the run's data type."""
+    rule: str = ""
+    """The name of the update rule, where it is another one than most parameters of the model have."""
 
     @classmethod
     def declared(cls, parameter: torch.Tensor) -> Precision:
@@ -53,7 +55,8 @@ class Precision:
         """A part of the names of units."""
         kept = f" in {_name(self.weight)}" if self.narrowed else ""
         reduced = f", gradients in {_name(self.gradient)}" if self.gradient not in (None, self.weight) else ""
-        return f"{_name(self.parameter)}{kept}{reduced}"
+        updated = f", updated by {self.rule}" if self.rule else ""
+        return f"{_name(self.parameter)}{kept}{reduced}{updated}"
 
 
 def _name(dtype: torch.dtype | None) -> str:

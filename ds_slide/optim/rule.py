@@ -134,6 +134,15 @@ class UpdateRule:
     whole_units: bool = False
     """Whether a step takes all parameters of a unit at once, on the CPU (`ds_slide.optim.client`)."""
 
+    def of_group(self, group: int) -> UpdateRule:  # noqa: ARG002
+        """Return the rule of a parameter group: this one, or another one beside it."""
+        return self
+
+    def largest_matrix(self, shapes: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> int:  # noqa: ARG002
+        """Return the elements of the largest matrix that a step takes as a whole; 0 for a rule over single elements.
+        `shapes`: of trained parameters."""
+        return 0
+
     def beside(self, members: Sequence[Member]) -> int:  # noqa: ARG002
         """Return the bytes that the rule keeps for parameters outside of its state buffers."""
         return 0

@@ -64,6 +64,11 @@ CHANGES = "changes of weights on their way"
 COMPRESSING = "workspace of gradients being compressed"
 FP32_MASTERS = "fp32 masters of a unit that a client's optimizer updates"
 FP32_GRADIENTS = "fp32 gradients of a unit that a client's optimizer updates"
+MATRIX_UPDATE = "matrices being updated"
+MATRIX_UPDATE_BYTES = 32
+"""GPU bytes of an update for each element of the largest matrix. At the most, these are an fp32 momentum, an fp32
+update, two matrices and four squares of the iteration in fp16 or bf16, and their fp32 norm; or else a master, 32-bit
+integers of its split, and the update."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ def make_allocations(units: Sequence[UnitSize], needs: Needs, placement: Placeme
     if needs.whole_units:
         views = 4 * max(unit.codec.numel for unit in units)
         made += [Allocation(what, "host", views, "states on their way") for what in (FP32_MASTERS, FP32_GRADIENTS)]
+    if largest := max((unit.largest_matrix for unit in units), default=0):
+        made.append(Allocation(MATRIX_UPDATE, "gpu", MATRIX_UPDATE_BYTES * largest, "states on their way"))
     if placement.on_ssd:
         assert needs.ssd is not None
         made += _before_ssd(units, needs, needs.ssd, placement, total(made, "ssd"))
@@ -190,7 +197,7 @@ def of_promoted(unit: UnitSize, needs: Needs) -> list[Allocation]:
 
 def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> Iterator[Allocation]:
     """Weight, optimizer state buffers and held gradient, each in its tier. In host memory the GPU copies weights and
-    gradients; only the update reads the optimizer states."""
+    gradients; only the update reads the optimizer states, on the GPU where it takes whole matrices."""
 
     def tier(on_ssd: frozenset[int]) -> Tier:
         return "gpu" if index in placement.on_gpu else "ssd" if index in on_ssd else "host"
@@ -206,7 +213,7 @@ def _states(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> I
     made.append(state_buffer(written, tier(placement.weights_on_ssd), unit.written_bytes, copied=True))
     for spec in unit.specs:
         nbytes = spec.nbytes(unit.codec.numel)
-        made.append(state_buffer(spec.name, tier(placement.chunks_on_ssd), nbytes))
+        made.append(state_buffer(spec.name, tier(placement.chunks_on_ssd), nbytes, copied=bool(unit.largest_matrix)))
     if unit.client_bytes:
         made.append(state_buffer(CLIENT_STATES, "host", unit.client_bytes))
     where = tier(placement.gradients_on_ssd)

@@ -20,10 +20,12 @@ def why_fixed(plan: Plan, index: int) -> str | None:
     if index in plan.placement.on_gpu:
         return "it was placed on the GPU when the engine was built, and has no place in host memory"
     if unit.kind == "part":
-        which = "whose gradients are compressed" if masters_of(unit, plan.needs) else "in another data type"
+        which = "whose gradients are compressed" if masters_of(unit, plan.needs) else "of another data type or rule"
         return f"it holds a block's parameters {which}"
     if plan.needs.whole_units:
         return "a client's optimizer updates it, in host memory"
+    if unit.largest_matrix:
+        return "its matrices are updated on the GPU, and their states are in host memory"
     if unit.passing_numel:
         return "its rows pass through the GPU"
     if any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs):

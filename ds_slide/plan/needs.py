@@ -29,6 +29,9 @@ class UnitSize:
     """Bytes an element of its held gradient; None: the number in `Needs`."""
     client_bytes: int = 0
     """Bytes of the states that a client's optimizer keeps for it."""
+    largest_matrix: int = 0
+    """Elements of the largest matrix that its update takes as a whole, on the accelerator; 0: it is updated element by
+    element."""
 
     @property
     def is_outer(self) -> bool:

@@ -37,6 +37,7 @@ from ds_slide.store.in_memory import (
     StatesInMemory,
     WeightsInMemory,
     WeightsOnGpu,
+    WholeStates,
 )
 from ds_slide.store.memory_file import SharedHostMemory
 from ds_slide.store.state import UnitState
@@ -77,7 +78,7 @@ def _way_back(context: Context, unit: Unit, *, keeps_weight: bool) -> WayBack | 
 
 
 def _state_on_gpu(context: Context, unit_plan: UnitPlan, gradient_dtype: torch.dtype) -> UnitState:
-    specs = context.settings.specs(unit_plan.dtype)
+    specs = context.settings.specs(unit_plan.dtype, unit_plan.rule(context.settings))
     dtypes = {"weight": unit_plan.dtype, **{spec.name: spec.dtype for spec in specs}, "gradient": gradient_dtype}
     buffers = {
         name: context.allocator.tensor(state_buffer_of(unit_plan.spec.name, name), dtype)
@@ -115,7 +116,7 @@ def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: UnitsOnSsd) -
         gradient = NotHeld() if held is None else HeldInMemory(on_host("gradient", held))
     if optimizer is None:
         buffers = {spec.name: on_host(spec.name, spec.dtype) for spec in specs}
-        optimizer = _states_in_memory(context, unit_plan, buffers)
+        optimizer = _states_in_memory(context, unit_plan, order, buffers)
     if context.allocator.tier(state_buffer_of(unit_plan.spec.name, "change")) is not None:
         change = WeightsInMemory(on_host("change", CHANGE_DTYPE, shared))
         weight, masters = _masters_on_gpu(context, unit_plan)
@@ -125,11 +126,14 @@ def _state(context: Context, unit_plan: UnitPlan, order: int, ssd: UnitsOnSsd) -
     return UnitState(specs, weights, optimizer, gradient)
 
 
-def _states_in_memory(context: Context, unit_plan: UnitPlan, buffers: Mapping[str, InMemory]) -> OptimizerStates:
+def _states_in_memory(
+    context: Context, unit_plan: UnitPlan, order: int, buffers: Mapping[str, InMemory]
+) -> OptimizerStates:
     """Return the optimizer states of a unit in host memory, with the copy of a client's optimizer if there is one."""
     specs, rule, what = unit_plan.specs(context.settings), context.settings.rule, unit_plan.spec.name
     if not isinstance(rule, ClientRule):
-        return StatesInMemory(specs, buffers)
+        by_elements = not context.plan.units[order].largest_matrix
+        return StatesInMemory(specs, buffers) if by_elements else WholeStates(specs, buffers)
     if context.allocator.tier(state_buffer_of(what, CLIENT_STATES)) is not None:
         context.allocator.begun(state_buffer_of(what, CLIENT_STATES))
     return ClientStates(specs, buffers, rule.of_unit(unit_plan.members))

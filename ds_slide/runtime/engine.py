@@ -247,6 +247,15 @@ class SlideRuntime:
         """Optimizer steps so far, including the steps of a loaded checkpoint."""
         return self.accumulation.steps
 
+    def orthogonalize(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
+        """Replace held gradients, times `grad_scale`, by Muon's updates, before the step that applies these."""
+        try:
+            with self.parts.context.recorder.stalled("Muon's updates of the step"):
+                self.parts.updating.orthogonalize(self.units, hypers, grad_scale)
+        except BaseException:
+            self.accumulation.interrupt_step()  # some momentum has advanced
+            raise
+
     def step(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Apply the update. With held gradients all units are queued by deadline. Otherwise the updates of host units
         are under way."""

@@ -19,6 +19,7 @@ from torch import nn
 from ds_slide.compression.codec import Identity
 from ds_slide.errors import SlideError
 from ds_slide.model.layout import UnitLayout, align_up, with_later
+from ds_slide.optim.muon import MuonRule
 from ds_slide.plan.allocations import (
     BLOCK_RING,
     OUTER_RING,
@@ -126,6 +127,8 @@ def _require_possible(runtime: SlideRuntime, change: _Change) -> None:
     reason, way_out = None, AT_START
     if isinstance(unit.state.optimizer, ClientStates):
         reason = "the script's own optimizer has been copied for the parameters that required one"
+    elif isinstance(runtime.parts.context.settings.rule, MuonRule):
+        reason = "Muon or AdamW has been chosen for each parameter that required one"
     elif not isinstance(unit.codec, Identity) or (
         unit.spec.kind != "outer" and any(each.state.writes_change for each in runtime.units)
     ):

@@ -101,14 +101,18 @@ class StatesInMemory(OptimizerStates):
 
 
 @dataclass(frozen=True)
-class ClientStates(StatesInMemory):
-    """The masters' buffers of a unit in host memory, and its copy of a client's optimizer, which has the states. A span
-    is the whole unit: the optimizer sees whole parameters."""
-
-    client: UnitOptimizer
+class WholeStates(StatesInMemory):
+    """States in host memory for a rule that sees whole parameters: a span is the whole unit."""
 
     def spans(self, wanted: Sequence[slice]) -> list[slice]:
         return [slice(wanted[0].start, wanted[-1].stop)] if wanted else []
+
+
+@dataclass(frozen=True)
+class ClientStates(WholeStates):
+    """The masters' buffers of a unit in host memory, and its copy of a client's optimizer, which has the states."""
+
+    client: UnitOptimizer
 
 
 @dataclass(frozen=True)

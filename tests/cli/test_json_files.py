@@ -22,7 +22,7 @@ FAULTY = {
     },
     "sequence_parallel_size": 2,
     "gradient_clipping": 1.0,
-    "optimizer": {"type": "Muon"},
+    "optimizer": {"type": "Lamb"},
     "ds_slide": {
         "enabled": True,
         "windw": 3,
@@ -39,7 +39,7 @@ BEGINNINGS = (
     'ds_slide.gpu_memory is "lots";',
     "ds_slide.debug.lane_delay_ms is -1;",
     "zero_optimization.stage is 2,",
-    'optimizer.type is "Muon",',
+    'optimizer.type is "Lamb",',
     "sequence_parallel_size is 2,",
     "zero_optimization.zero_quantized_weights is true,",
     "zero_optimization.offload_optimizer.ratio is 0.5,",

@@ -45,6 +45,7 @@ def test_defaults():
     assert config.huge_pages is False
     assert config.kernels == "auto"
     assert config.flat_pieces is False
+    assert (config.muon_scale, config.muon_norm) == ("deepspeed", "gradient")
     assert config.async_save is False
     assert config.checkpoint.require_manifest is False
     assert config.hang_timeout == 300.0
@@ -79,6 +80,8 @@ def test_every_setting_is_read():
         "huge_pages": True,
         "kernels": ["loss", "norm"],
         "flat_pieces": True,
+        "muon_scale": "moonlight",
+        "muon_norm": "update",
         "async_save": True,
         "checksums": False,
         "checkpoint": {"require_manifest": True},

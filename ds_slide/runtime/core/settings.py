@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ from ds_slide.model.carried import Carried
 from ds_slide.model.layout import UnitLayout
 from ds_slide.model.structure import Precision, UnitSpec, parameter_shape
 from ds_slide.optim.low_precision import STATE_FORMATS
+from ds_slide.optim.muon import MuonRule
 from ds_slide.optim.rule import Member, UpdateRule
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.plan.ssd_settings import SsdSettings
@@ -47,6 +49,7 @@ class RuntimeSettings:
     rule: UpdateRule | None
     """The rule that updates the weights. None: no parameter has an optimizer; the engine has weights only, and sends
     nothing from the GPU to host memory."""
+    ranks: int = 1
 
     @property
     def trains(self) -> bool:
@@ -58,11 +61,28 @@ class RuntimeSettings:
         return self.rule is not None and self.rule.whole_units
 
     @property
+    def by_elements(self) -> bool:
+        """Whether every update treats single elements, so that a part of a unit may be updated before the rest."""
+        return self.rule is not None and not self.rule.whole_units and not isinstance(self.rule, MuonRule)
+
+    @property
+    def limits_updates(self) -> bool:
+        """Whether gradients are clipped by the norm of Muon's updates."""
+        return isinstance(self.rule, MuonRule) and self.clips and self.slide.muon_norm == "update"
+
+    @property
+    def updates_in_step(self) -> bool:
+        """Whether Muon's updates are computed in the step, before they are applied: for their norm, or because each
+        rank has a flat piece of a matrix."""
+        return isinstance(self.rule, MuonRule) and (self.ranks > 1 or self.limits_updates)
+
+    @property
     def holds(self) -> bool:
         """Whether gradients wait for the step (`SlideConfig.defer_updates`). A loss scale may skip it."""
         if self.slide.defer_updates != "auto":
             return self.slide.defer_updates
-        return self.clips or self.accumulates or self.gradient_dtype == torch.float16
+        in_step = self.clips or self.accumulates or self.updates_in_step
+        return in_step or self.gradient_dtype == torch.float16
 
     @property
     def held_dtype(self) -> torch.dtype | None:
@@ -89,7 +109,7 @@ class RuntimeSettings:
             shares_weights=shares_weights,
             ssd=None if self.ssd is None else self._ssd_needs(self.ssd),
             page_locks=gpu_is_own,
-            speculates=held is not None and self.trains and not self.whole_units and self.slide.speculate is not False,
+            speculates=held is not None and self.by_elements and self.slide.speculate is not False,
             whole_units=self.whole_units,
             rounds_masters=_ROUNDS_MASTERS["fp32" if slide.compression is None else slide.compression.master_dtype],
             out_of_place=slide.debug.out_of_place,
@@ -106,11 +126,11 @@ class RuntimeSettings:
             checksums=slide.checksums,
         )
 
-    def specs(self, dtype: torch.dtype) -> tuple[StateBufferSpec, ...]:
-        """Return the optimizer state buffers for weights of `dtype`."""
-        if self.rule is None:
+    def specs(self, dtype: torch.dtype, rule: UpdateRule | None) -> tuple[StateBufferSpec, ...]:
+        """Return the optimizer state buffers of `rule` for weights of `dtype`."""
+        if rule is None:
             return ()
-        return optimizer_buffers(dtype, self.rule, STATE_FORMATS[self.slide.state_dtype])
+        return optimizer_buffers(dtype, rule, STATE_FORMATS[self.slide.state_dtype])
 
     def codec_of(self, precision: Precision, layout: UnitLayout) -> GradientCodec:
         """Return a codec for the gradients of a unit."""
@@ -175,11 +195,16 @@ class UnitPlan:
 
     def specs(self, settings: RuntimeSettings) -> tuple[StateBufferSpec, ...]:
         """Return the optimizer state buffers, besides the buffer that an update writes."""
-        return settings.specs(self.codec.written_dtype(self.dtype))
+        return settings.specs(self.codec.written_dtype(self.dtype), self.rule(settings))
+
+    def rule(self, settings: RuntimeSettings) -> UpdateRule | None:
+        """Return the update rule of the unit's parameters, which is one (`Precision.rule`)."""
+        group = next((entry.group for entry in self.layout.entries if entry.group is not None), None)
+        return settings.rule if settings.rule is None or group is None else settings.rule.of_group(group)
 
     def size(self, settings: RuntimeSettings) -> UnitSize:
         """Return the description of the unit for the plan."""
-        held = settings.held_of(self.spec.precision)
+        held, rule = settings.held_of(self.spec.precision), self.rule(settings)
         return UnitSize(
             self.spec.name,
             self.layout,
@@ -189,13 +214,25 @@ class UnitPlan:
             self.dtype.itemsize,
             self.passing_numel,
             0 if held is None else held.itemsize,
-            client_bytes=0 if settings.rule is None else settings.rule.beside(self.members),
+            client_bytes=0 if rule is None else rule.beside(self.members),
+            largest_matrix=0 if rule is None else self._largest_matrix(settings, rule),
         )
+
+    def _largest_matrix(self, settings: RuntimeSettings, rule: UpdateRule) -> int:
+        """Return the elements that an update takes as a whole: a matrix, or a parameter if the step computes the
+        updates."""
+        of_each = [
+            (p, entry.shape)
+            for p, entry in zip(self.parameters, self.layout.entries, strict=True)
+            if entry.group is not None
+        ]
+        largest = rule.largest_matrix(of_each)
+        return max(math.prod(shape) for _, shape in of_each) if largest and settings.updates_in_step else largest
 
     @property
     def members(self) -> list[Member]:
-        """The trained parameters as a client's optimizer sees them: whole, or with several ranks this rank's flat piece
-        with its padding."""
+        """The trained parameters as a rule for whole parameters sees them: whole, or with several ranks this rank's
+        flat piece with its padding."""
         several = self.layout.world_size > 1
         return [
             Member(entry.name, parameter, entry.group, (entry.partition_numel,) if several else entry.shape)

@@ -52,8 +52,8 @@ class UpdateSpan:
 
 
 class Updates(Protocol):
-    """What the update lane does with the states and the gradient of a span: `HostUpdates`, or a client's optimizer
-    (`ds_slide.runtime.updates.client`)."""
+    """What the update lane does with the states and the gradient of a span: `HostUpdates`, a client's optimizer
+    (`ds_slide.runtime.updates.client`), or Muon (`ds_slide.runtime.updates.matrices`)."""
 
     @property
     def updater(self) -> CpuUpdater: ...

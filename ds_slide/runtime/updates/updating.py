@@ -8,14 +8,17 @@ from typing import Protocol
 
 import torch
 
+from ds_slide.optim.client import ClientRule
+from ds_slide.optim.muon import MuonHyper, MuonRule
 from ds_slide.optim.rule import Hyper, Part
 from ds_slide.plan.step_model import Schedules
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.core.update import Update
+from ds_slide.runtime.core.update import SquareSum, Update
 from ds_slide.runtime.updates.apply import HostUpdates, Updates, UpdateSpan, UpdateStep
 from ds_slide.runtime.updates.client import ClientUpdates
+from ds_slide.runtime.updates.matrices import MatrixUpdates
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating, Speculation
 from ds_slide.store.state import SpanLease
@@ -89,6 +92,16 @@ class UnitUpdate:
             return self.updating.host.run(span, self.step, part)
 
 
+def _updates(context: Context) -> Updates:
+    """Return what updates units in host memory, by the run's rule."""
+    match context.settings.rule:
+        case ClientRule():
+            return ClientUpdates(context)
+        case MuonRule():
+            return MatrixUpdates(context)
+    return HostUpdates(context.updater)
+
+
 class Updating:
     """Called by the compute thread (held gradients) or the d2h lane (gradients on arrival)."""
 
@@ -99,9 +112,19 @@ class Updating:
         (`ds_slide.runtime.gradients.holding`)."""
         self.lane = context.lanes.update
         self._failures = context.failures
-        self.host: Updates = ClientUpdates(context) if settings.whole_units else HostUpdates(context.updater)
+        self.host = _updates(context)
         self.passes = Passes(settings.slide.update_passes)
         self.speculating = Speculating(context, self.host, self.passes)
+
+    def orthogonalize(self, units: Sequence[Unit], hypers: Sequence[Hyper], grad_scale: float) -> None:
+        """Replace the held gradients of units that Muon updates, times `grad_scale`, by their orthogonal updates, and
+        the square sums by those of the updates. Called by the compute thread, which has waited for all lanes."""
+        assert isinstance(self.host, MatrixUpdates)
+        for unit in units:
+            steps = unit.trained.coming(hypers)
+            if unit.gradient.ready and any(isinstance(each.hyper, MuonHyper) for each in steps):
+                found = self.host.orthogonalize(unit, UpdateStep(steps, grad_scale))
+                unit.gradient.square_sum = SquareSum("host", found)
 
     def schedules(self) -> Schedules:
         """Return when updates ran in the measured step and will run in the next. Speculative ones count as deferred."""

@@ -174,9 +174,9 @@ CONFIGS = [
     *(
         (
             ds_config(optimizer={"type": name, "params": {}}),
-            f'optimizer.type is "{name}", but DS-Slide has no such optimizer; use "adamw", "adam", "lion", "SGD", the',
+            f'optimizer.type is "{name}", but DS-Slide has no such optimizer; use "adamw", "adam", "lion", "SGD", "mu',
         )
-        for name in ("sgd", "lamb", "adagrad", "muon")
+        for name in ("sgd", "lamb", "adagrad")
     ),
     (
         ds_config(slide={"defer_updates": False}, gradient_clipping=1.0),

@@ -105,6 +105,8 @@ VALUES: dict[str, Any] = {
     "blocks": ["auto", ["model.layers"], ["model.layers"] * 2, ["model"], ["no.such"], ["\ud800"], ["x" * 300]],
     "stream_head": [True, False],
     "flat_pieces": [True, False],
+    "muon_scale": ["deepspeed", "moonlight"],
+    "muon_norm": ["gradient", "update"],
     "huge_pages": [True, False],
     "kernels": ["auto", "off", ["loss"], ["norm", "norm"]],
     "async_save": [True, False],

@@ -222,13 +222,13 @@ class Ranks:
                 dist.all_reduce(values, group=self._group)
         return values
 
-    def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
+    def gather(self, own: torch.Tensor, what: str, *, in_step: bool = False) -> torch.Tensor:
         """Gather `own` ([n], made on the compute stream) from every rank into [world_size * n], in rank order, for the
-        compute stream. With one rank this returns `own`."""
+        compute stream. With one rank this returns `own`. `in_step`: whether it is a part of a step."""
         if self.world_size == 1:
             return own
         gathered = own.new_empty(self.world_size * own.numel())
-        with self._issue(f"gathering {what}", self._device.mark()):
+        with self._issue(f"gathering {what}", self._device.mark(), in_step=in_step):
             # The data is sent as bytes: the remainders of masters are 16-bit integers, which NCCL does not support.
             flat, part = gathered.view(torch.uint8), own.contiguous().view(torch.uint8)
             dist.all_gather_into_tensor(flat, part, group=self._group)
