@@ -22,13 +22,12 @@ from torch.nn.modules.module import (
 )
 
 from ds_slide.checkpoint.subgroups import SubGroups
-from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
 from ds_slide.integration.parameters import ParameterProtocol
 from ds_slide.optim.rule import UpdateRule
 from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.unfreezing import Limits, give_states
+from ds_slide.runtime.unfreezing import give_states
 
 
 class ParameterGroups:
@@ -39,7 +38,6 @@ class ParameterGroups:
     runtime: SlideRuntime
     protocol: ParameterProtocol
     rule: UpdateRule
-    _slide: SlideConfig
     _create_fp16_sub_groups: Any
     _get_trainable_parameter_groups: Any
 
@@ -73,7 +71,7 @@ class ParameterGroups:
     def train_later(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give these parameters, which were frozen at first, optimizer states, and a place in the sub-groups."""
         groups = {parameter: self._index_of(parameter) for parameter in parameters}
-        give_states(self.runtime, groups, Limits(self._slide.host_memory, self._slide.gpu_memory))
+        give_states(self.runtime, groups)
         self.protocol.refresh()
         self._cut_into_sub_groups(self._with_later(groups))
         self._serve_sub_groups()

@@ -69,7 +69,6 @@ class SlideZeroOptimizer(StateMethods, ParameterGroups, DeepSpeedZeroOptimizer_S
         check_supported(kwargs, init_optimizer, module, slide)
         ownership.end_earlier_engine(module)
         # The attributes that DeepSpeed reads, its parameter groups, and ZeRO-3's attributes of parameters.
-        self._slide = slide
         self.async_save = slide.async_save
         self.require_manifest = slide.checkpoint.require_manifest
         self.names_said_to_be_refused: set[str] = set()

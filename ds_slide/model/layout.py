@@ -17,7 +17,7 @@ of the unit, and is viewed in its own data type where it is read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm
 
@@ -43,15 +43,11 @@ class ParameterInfo:
     """The data type of a frozen tensor that is kept as bytes; None: the unit's."""
 
 
-@dataclass(frozen=True)
-class Entry:
+@dataclass(frozen=True, kw_only=True)
+class Entry(ParameterInfo):
     """Place of one parameter. `numel` and `partition_numel` are elements of the parameter, offsets are elements of the
     unit: the same, except for a tensor that is kept as bytes."""
 
-    name: str
-    shape: tuple[int, ...]
-    numel: int
-    group: int | None
     partition_numel: int
     """ceil(numel / world_size): the size of every rank's ZeRO-3 partition, padding of the last ranks included. A tensor
     that is kept as bytes may have a few more elements, so that every rank holds whole elements of the unit."""
@@ -59,8 +55,6 @@ class Entry:
     """Start of this rank's partition in the local state buffers."""
     slot_offset: int
     """Start of the whole parameter in the gathered GPU slot."""
-    dtype: torch.dtype | None = None
-    """The data type of a frozen tensor that is kept as bytes; None: the unit's."""
     unit_itemsize: int = 0
     """Bytes of an element of the unit, for a tensor that is kept as bytes."""
 
@@ -178,17 +172,11 @@ def with_later(layout: UnitLayout, groups: Mapping[str, int]) -> UnitLayout:
 
     They follow the entries that were trainable before, whose places stay the same.
     """
-    infos, carried = (
-        [
-            ParameterInfo(entry.name, entry.shape, entry.numel, groups.get(entry.name, entry.group), entry.dtype)
-            for entry in entries
-        ]
-        for entries in (layout.entries, layout.carried)
-    )
+    infos = [replace(entry, group=groups.get(entry.name, entry.group)) for entry in layout.entries]
     trainable = sum(entry.trainable for entry in layout.entries)
     itemsize = max((entry.unit_itemsize for entry in (*layout.entries, *layout.carried)), default=1)
     in_order = [*infos[:trainable], *sorted(infos[trainable:], key=_group_order)]
-    return _in_order(in_order, layout.world_size, itemsize, carried)
+    return _in_order(in_order, layout.world_size, itemsize, layout.carried)
 
 
 def _in_order(
@@ -202,15 +190,11 @@ def _in_order(
             whole = lcm(itemsize, info.dtype.itemsize) // info.dtype.itemsize
             partition_numel = -(-partition_numel // whole) * whole if world_size > 1 else partition_numel
         entry = Entry(
-            info.name,
-            info.shape,
-            info.numel,
-            info.group,
-            partition_numel,
-            offset,
-            slot_offset,
-            info.dtype,
-            0 if info.dtype is None else itemsize,
+            *(info.name, info.shape, info.numel, info.group, info.dtype),
+            partition_numel=partition_numel,
+            offset=offset,
+            slot_offset=slot_offset,
+            unit_itemsize=0 if info.dtype is None else itemsize,
         )
         entries.append(entry)
         offset += align_up(entry.items(partition_numel))

@@ -52,14 +52,6 @@ AT_START = "let it require a gradient when deepspeed.initialize is called, and f
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The limits of the JSON block in bytes; None where it sets none."""
-
-    host_memory: int | None
-    gpu_memory: int | None
-
-
-@dataclass(frozen=True)
 class _Change:
     """The coming layout of a unit."""
 
@@ -79,7 +71,7 @@ class _Change:
         return [items[place] for place in self.order]
 
 
-def give_states(runtime: SlideRuntime, groups: Groups, limits: Limits) -> None:
+def give_states(runtime: SlideRuntime, groups: Groups) -> None:
     """Give the parameters of `groups` states, before a forward. Raises SlideError, with nothing changed, where that is
     not possible.
 
@@ -94,7 +86,7 @@ def give_states(runtime: SlideRuntime, groups: Groups, limits: Limits) -> None:
         ranks.require_equal({"the list of parameters": names}, f"what is trained from now on ({names[0]}, ...)")
     _demote(runtime, changes)
     plan = _planned(runtime, changes)
-    _require_room(runtime, plan, limits, changes[0].names[0])
+    _require_room(runtime, plan, changes[0].names[0])
     with deferred_interrupt(), torch.inference_mode(False):
         _settle(runtime, changes)
         try:
@@ -173,8 +165,8 @@ def _planned(runtime: SlideRuntime, changes: Sequence[_Change]) -> Plan:
     return Plan.of(units, plan.needs, replace(plan.placement, undo_logs=logs, spare_states=spares))
 
 
-def _require_room(runtime: SlideRuntime, plan: Plan, limits: Limits, name: str) -> None:
-    parts = runtime.parts
+def _require_room(runtime: SlideRuntime, plan: Plan, name: str) -> None:
+    parts, limits = runtime.parts, runtime.parts.context.settings.slide
     # While a unit's state buffers are copied, the old ones are there as well.
     longest = max(unit.state_bytes for unit in parts.plan.units)
     more = plan.host_bytes - parts.plan.host_bytes + longest

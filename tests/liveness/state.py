@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_slide import _native
 from ds_slide.runtime.core.futures import Failures
-from ds_slide.store.ssd.files import Part
+from ds_slide.store.ssd.files import TransferPart
 from liveness import locks, stand_ins
 from liveness.collectives import Collectives, Group, Meeting
 from liveness.disk import Disk, Transfer
@@ -155,7 +155,7 @@ _CONTENTS: dict[type, Contents] = {
     partial: lambda _walk, value: (value.func, value.args, value.keywords),
     deque: lambda _walk, value: list(value),
     itertools.count: lambda _walk, value: repr(value),
-    Part: lambda _walk, value: (value.offset, value.nbytes),
+    TransferPart: lambda _walk, value: (value.offset, value.nbytes),
     slice: lambda _walk, value: (value.start, value.stop),
     range: lambda _walk, value: repr(value),
     # Who waits is told by the stacks; how often somebody has waited, and how much was handed over, decides nothing.

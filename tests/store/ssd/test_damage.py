@@ -22,7 +22,7 @@ from ds_slide.store.directories import run_files
 from ds_slide.store.directories.run_files import RunFiles
 from ds_slide.store.ssd import files
 from ds_slide.store.ssd.extents import REQUEST_BYTES
-from ds_slide.store.ssd.files import IoSettings, Part
+from ds_slide.store.ssd.files import IoSettings, TransferPart
 from ds_slide.store.ssd.page_sums import PageSums
 from ds_slide.store.ssd.store import SsdStore
 
@@ -93,7 +93,7 @@ def test_no_transfer_is_mistaken_for_damage(make: Callable[..., Made], backend: 
         for first, last in zip([0, *cuts], [*cuts, SIZE // PAGE], strict=True):
             start, nbytes = first * PAGE, (last - first) * PAGE
             read, waits, urgent = (choices.random() < 0.5 for _ in range(3))
-            part = [Part(start, (target if read else memory).address + start, nbytes)]
+            part = [TransferPart(start, (target if read else memory).address + start, nbytes)]
             if waits:
                 (made.store.read_now if read else made.store.write_now)(part)
             else:
@@ -104,7 +104,7 @@ def test_no_transfer_is_mistaken_for_damage(make: Callable[..., Made], backend: 
         for _ in range(expected):
             assert done.acquire(timeout=WAIT_S)
         everything = Memory(SIZE, seed=3)
-        made.store.read_now([Part(0, everything.address, SIZE)])
+        made.store.read_now([TransferPart(0, everything.address, SIZE)])
         assert np.array_equal(everything.array, model)
         memory.array[:] = np.roll(memory.array, 12345)
     assert not made.errors
@@ -124,16 +124,16 @@ def check_sentence(error: BaseException, offset: int, folder: Path) -> None:
 def test_damage_is_an_error_of_the_store(make: Callable[..., Made], tmp_path: Path, kind: str, waits: bool) -> None:
     made = make()
     old, new, target = (Memory(SIZE, seed=seed) for seed in (1, 2, 3))
-    made.store.write_now([Part(0, old.address, SIZE)])
-    made.store.write_now([Part(0, new.address, SIZE)])
+    made.store.write_now([TransferPart(0, old.address, SIZE)])
+    made.store.write_now([TransferPart(0, new.address, SIZE)])
     extent, other = Extent(3 * MIB, MIB), Extent(MIB, MIB)
     with state_file_of(made.store) as file:
         file.damage(kind, extent, other, old.array[3 * MIB : 4 * MIB].tobytes())
-    made.store.read_now([Part(0, target.address, MIB)])  # what is whole is read as before
+    made.store.read_now([TransferPart(0, target.address, MIB)])  # what is whole is read as before
     assert np.array_equal(target.array[:MIB], new.array[:MIB])
     found = 3 * MIB + (MIB // 2 if kind == "byte flipped" else 0)
     followed: list[int] = []
-    part = [Part(2 * MIB, target.address, 3 * MIB)]
+    part = [TransferPart(2 * MIB, target.address, 3 * MIB)]
     if waits:
         with pytest.raises(SlideError) as caught:
             made.store.read_now(part)
@@ -145,7 +145,7 @@ def test_damage_is_an_error_of_the_store(make: Callable[..., Made], tmp_path: Pa
     check_sentence(error, found, tmp_path)
     for call in (made.store.read_now, made.store.write_now):
         with pytest.raises(SlideError, match="stopped by an earlier error"):
-            call([Part(0, target.address, PAGE)])
+            call([TransferPart(0, target.address, PAGE)])
     made.store.close()
     assert not followed and len(made.errors) == 1
 
@@ -158,7 +158,7 @@ def test_the_file_and_its_own_offset_are_named(
     monkeypatch.setattr(files, "mixed_bandwidth", lambda *_: next(answers))
     made = make(8 * REQUEST_BYTES, mounts=2)
     memory = Memory(8 * REQUEST_BYTES, seed=1)
-    made.store.write_now([Part(0, memory.address, 8 * REQUEST_BYTES)])
+    made.store.write_now([TransferPart(0, memory.address, 8 * REQUEST_BYTES)])
     second = [unit for unit in range(8) if made.store.files.striping.pattern[unit % 4] == 1]
     assert len(second) == 2
     place = second[1] * REQUEST_BYTES + 7 * PAGE
@@ -167,7 +167,7 @@ def test_the_file_and_its_own_offset_are_named(
     with state_file_of(made.store, mount=1) as file:
         file.write(Extent(piece.file_offset + 100, 7), b"changed")
     with pytest.raises(SlideError) as caught:
-        made.store.read_now([Part(0, memory.address, 8 * REQUEST_BYTES)])
+        made.store.read_now([TransferPart(0, memory.address, 8 * REQUEST_BYTES)])
     assert str(tmp_path / "disk1") in str(caught.value)
     assert f"at offset {piece.file_offset:,} " in str(caught.value)
     assert f"(byte {place:,} of the store)" in str(caught.value)
@@ -184,13 +184,13 @@ def test_the_completion_thread_checks_nothing(make: Callable[..., Made], monkeyp
 
     monkeypatch.setattr(PageSums, "first_wrong", watched)
     made, memory = make(), Memory(SIZE, seed=1)
-    made.store.write_now([Part(0, memory.address, SIZE)])
+    made.store.write_now([TransferPart(0, memory.address, SIZE)])
     assert not names
     for _ in range(5):
-        made.store.read([Part(0, memory.address, SIZE)], done.release)
+        made.store.read([TransferPart(0, memory.address, SIZE)], done.release)
         assert done.acquire(timeout=WAIT_S)
     assert names == {"ds_slide-ssd-sums"}
-    made.store.read_now([Part(0, memory.address, SIZE)])
+    made.store.read_now([TransferPart(0, memory.address, SIZE)])
     assert names == {"ds_slide-ssd-sums", threading.current_thread().name}
     made.store.close()
     assert not any(thread.name.startswith("ds_slide-ssd") for thread in threading.enumerate())
@@ -200,7 +200,7 @@ def test_the_completion_thread_checks_nothing(make: Callable[..., Made], monkeyp
 def test_what_is_urgent_is_checked_first(make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
     """While one check lasts, three reads complete; the urgent one of them is the next."""
     made, memory = make(), Memory(SIZE, seed=1)
-    made.store.write_now([Part(0, memory.address, SIZE)])
+    made.store.write_now([TransferPart(0, memory.address, SIZE)])
     first_wrong, entered, go_on = PageSums.first_wrong, threading.Event(), threading.Event()
 
     def held(sums: PageSums, *arguments: int) -> int | None:
@@ -213,7 +213,7 @@ def test_what_is_urgent_is_checked_first(make: Callable[..., Made], monkeypatch:
     done = threading.Semaphore(0)
 
     def read(number: int, *, urgent: bool = False) -> None:
-        place = [Part(number * MIB, memory.address + number * MIB, MIB)]
+        place = [TransferPart(number * MIB, memory.address + number * MIB, MIB)]
         made.store.read(place, lambda: (order.append(number), done.release()), urgent=urgent)  # type: ignore[func-returns-value]
 
     read(0)
@@ -232,7 +232,7 @@ def test_what_is_urgent_is_checked_first(make: Callable[..., Made], monkeypatch:
 @pytest.mark.parametrize("of", ["read", "write"])
 def test_the_stores_own_threads_cannot_wait_for_it(make: Callable[..., Made], of: str) -> None:
     made, memory = make(), Memory(SIZE, seed=1)
-    part = [Part(0, memory.address, MIB)]
+    part = [TransferPart(0, memory.address, MIB)]
     getattr(made.store, of)(part, lambda: made.store.read_now(part))
     assert made.failed.wait(WAIT_S)
     assert "cannot wait for itself" in str(made.errors[0])
@@ -275,17 +275,17 @@ def test_bytes_that_come_later_are_checked_as_the_first_ones(
         assert made.store.extend(f"inputs-{number}", more, table) == SIZE + (number - 1) * more
     assert made.store.nbytes == SIZE + 2 * more
     with pytest.raises(ValueError, match="is not within"):
-        made.store.write_now([Part(SIZE - PAGE, memory.address, 2 * PAGE)])
+        made.store.write_now([TransferPart(SIZE - PAGE, memory.address, 2 * PAGE)])
     for offset in (SIZE, SIZE + more):
-        made.store.read_now([Part(offset, memory.address, more)])
+        made.store.read_now([TransferPart(offset, memory.address, more)])
         assert not memory.array.any()
         memory.array[:] = np.frombuffer(random.Random(offset).randbytes(more), np.uint8)
-        made.store.write_now([Part(offset, memory.address, more)])
+        made.store.write_now([TransferPart(offset, memory.address, more)])
     memory.array[:] = 0
-    made.store.read_now([Part(SIZE + more, memory.address, more)])
+    made.store.read_now([TransferPart(SIZE + more, memory.address, more)])
     assert memory.array.tobytes() == random.Random(SIZE + more).randbytes(more)
     with open(f"/proc/self/fd/{made.store.files.descriptors[2 * mounts]}", "r+b") as stream:
         stream.seek(REQUEST_BYTES + 5)
         stream.write(bytes([memory.array[REQUEST_BYTES * mounts + 5] ^ 1]))
     with pytest.raises(SlideError, match=rf"disk0/\S+ \(deleted\) holds other bytes at offset {REQUEST_BYTES:,} than"):
-        made.store.read_now([Part(SIZE + more, memory.address, more)])
+        made.store.read_now([TransferPart(SIZE + more, memory.address, more)])

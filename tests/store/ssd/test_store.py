@@ -25,7 +25,7 @@ from ds_slide import _native
 from ds_slide.errors import SlideError
 from ds_slide.store.ssd import files
 from ds_slide.store.ssd.extents import REQUEST_BYTES
-from ds_slide.store.ssd.files import IoSettings, Part
+from ds_slide.store.ssd.files import IoSettings, TransferPart
 from ds_slide.store.ssd.store import SsdStore
 
 MIB = 1 << 20
@@ -122,7 +122,7 @@ def test_random_transfers_agree_with_memory(make, failed, backend, weights):
             start, nbytes = first * PAGE, (last - first) * PAGE
             half = nbytes // 2 // PAGE * PAGE
             parts = [
-                Part(start + at, memory.address + start + at, size)
+                TransferPart(start + at, memory.address + start + at, size)
                 for at, size in ((0, half), (half, nbytes - half))
                 if size
             ]
@@ -140,7 +140,7 @@ def test_random_transfers_agree_with_memory(make, failed, backend, weights):
         for _ in range(expected):
             assert done.acquire(timeout=WAIT_S)
         everything = Memory(SIZE)
-        store.read_now([Part(0, everything.address, SIZE)])
+        store.read_now([TransferPart(0, everything.address, SIZE)])
         assert np.array_equal(everything.array, model)
         memory.array[:] = np.roll(memory.array, 12345)
     assert not failed.errors
@@ -150,7 +150,7 @@ def test_random_transfers_agree_with_memory(make, failed, backend, weights):
 def test_bytes_lie_in_the_files_as_the_pattern_says_and_in_proportion(make, backend):
     store = make(16 * REQUEST_BYTES + 3 * PAGE, weights=(3.0, 1.0), backend=backend)
     memory = Memory(store.nbytes, seed=2)
-    store.write_now([Part(0, memory.address, store.nbytes)])
+    store.write_now([TransferPart(0, memory.address, store.nbytes)])
     contents = [path.read_bytes() for path in files_of(store)]
     assert [len(content) - PAGE for content in contents] == [12 * REQUEST_BYTES + 3 * PAGE, 4 * REQUEST_BYTES]
     rebuilt = b"".join(
@@ -173,13 +173,13 @@ def test_then_runs_on_the_completion_thread_and_may_start_the_next_transfer(make
 
     def written() -> None:
         names.append(threading.current_thread().name)
-        store.read([Part(0, target.address, MIB)], read, urgent=True)
+        store.read([TransferPart(0, target.address, MIB)], read, urgent=True)
 
     def read() -> None:
         names.append(threading.current_thread().name)
         done.set()
 
-    store.write([Part(0, source.address, MIB)], written)
+    store.write([TransferPart(0, source.address, MIB)], written)
     assert done.wait(WAIT_S)
     assert names == ["ds_slide-ssd"] * 2
     assert np.array_equal(source.array, target.array)
@@ -192,7 +192,7 @@ def test_a_truncated_state_file_fails_the_store_once_and_for_good(make, failed, 
     os.truncate(path, 4 * MIB)
     memory, followed = Memory(8 * MIB), []
     for _ in range(3):
-        store.read([Part(4 * MIB, memory.address, MIB)], lambda: followed.append(1))
+        store.read([TransferPart(4 * MIB, memory.address, MIB)], lambda: followed.append(1))
     assert failed.happened.wait(WAIT_S)
     (error,) = failed.errors
     assert isinstance(error, SlideError)
@@ -200,10 +200,10 @@ def test_a_truncated_state_file_fails_the_store_once_and_for_good(make, failed, 
     assert str(4 * MIB) in str(error).replace(",", "")
     assert str(error).endswith("; keep other programs out of that directory")  # who stops the run adds the rest
     for call in (store.read, store.write):
-        call([Part(0, memory.address, PAGE)], lambda: followed.append(1))
+        call([TransferPart(0, memory.address, PAGE)], lambda: followed.append(1))
     for wait in (store.read_now, store.write_now):
         with pytest.raises(SlideError, match="stopped by an earlier error"):
-            wait([Part(0, memory.address, PAGE)])
+            wait([TransferPart(0, memory.address, PAGE)])
     store.close()
     assert not followed
     assert len(failed.errors) == 1
@@ -214,7 +214,7 @@ def test_a_waiting_reader_gets_its_error_itself(make, failed):
     os.truncate(files_of(store)[0], 4 * MIB)
     memory = Memory(8 * MIB)
     with pytest.raises(SlideError, match=r"SSD tier: .*/disk0/#\d+ \(deleted\)"):
-        store.read_now([Part(4 * MIB, memory.address, MIB)])
+        store.read_now([TransferPart(4 * MIB, memory.address, MIB)])
     assert not failed.errors
 
 
@@ -227,7 +227,7 @@ def test_a_state_file_that_was_cut_stays_an_error_when_writes_lengthen_it(make, 
         with pytest.raises(
             SlideError, match=r"SSD tier: .*deleted\) lacks [0-9,.]+ (MB|bytes) of its 8\.4 MB, .* cut it"
         ):
-            action([Part(offset, memory.address, MIB)])
+            action([TransferPart(offset, memory.address, MIB)])
     assert not failed.errors
 
 
@@ -238,7 +238,7 @@ def test_a_then_that_raises_is_not_lost(make, failed):
     def wrong() -> None:
         raise KeyError("a fault of the engine")
 
-    store.write([Part(0, memory.address, MIB)], wrong)
+    store.write([TransferPart(0, memory.address, MIB)], wrong)
     assert failed.happened.wait(WAIT_S)
     assert isinstance(failed.errors[0], KeyError)
 
@@ -248,16 +248,16 @@ def test_parts_outside_the_store_are_refused(make):
     memory = Memory(2 * MIB)
     for offset, nbytes in ((MIB, MIB + PAGE), (-PAGE, PAGE), (0, 0), (2 * MIB, PAGE)):
         with pytest.raises(ValueError, match="not within the"):
-            store.read([Part(offset, memory.address, nbytes)], lambda: None)
+            store.read([TransferPart(offset, memory.address, nbytes)], lambda: None)
     with pytest.raises(ValueError, match="multiple of 4096"):
-        store.read_now([Part(0, memory.address + 1, PAGE)])
-    store.read_now([Part(0, memory.address, PAGE)])
+        store.read_now([TransferPart(0, memory.address + 1, PAGE)])
+    store.read_now([TransferPart(0, memory.address, PAGE)])
 
 
 def test_the_completion_thread_cannot_wait_for_itself(make, failed):
     store = make(MIB)
     memory = Memory(MIB)
-    store.write([Part(0, memory.address, MIB)], lambda: store.read_now([Part(0, memory.address, MIB)]))
+    store.write([TransferPart(0, memory.address, MIB)], lambda: store.read_now([TransferPart(0, memory.address, MIB)]))
     assert failed.happened.wait(WAIT_S)
     assert "cannot wait for itself" in str(failed.errors[0])
 
@@ -272,7 +272,7 @@ def test_close_in_the_middle_tells_every_waiting_thread(make, failed):
     def wait(index: int) -> None:
         started.wait(WAIT_S)
         try:
-            store.write_now([Part(index * 16 * MIB, memory.address + index * 16 * MIB, 16 * MIB)])
+            store.write_now([TransferPart(index * 16 * MIB, memory.address + index * 16 * MIB, 16 * MIB)])
             outcomes.append("done")
         except SlideError as error:
             outcomes.append(str(error))
@@ -280,7 +280,7 @@ def test_close_in_the_middle_tells_every_waiting_thread(make, failed):
     threads = [threading.Thread(target=wait, args=(index,)) for index in range(4)]
     for thread in threads:
         thread.start()
-    store.write([Part(0, memory.address, 64 * MIB)], lambda: None)
+    store.write([TransferPart(0, memory.address, 64 * MIB)], lambda: None)
     started.wait(WAIT_S)
     store.close()
     store.close()
@@ -291,14 +291,14 @@ def test_close_in_the_middle_tells_every_waiting_thread(make, failed):
     assert not failed.errors, "closing is no failure"
     for call in (store.read_now, store.write_now):
         with pytest.raises(SlideError, match="closed"):
-            call([Part(0, memory.address, PAGE)])
+            call([TransferPart(0, memory.address, PAGE)])
 
 
 def test_statistics_count_bytes_and_name_files(make):
     store = make(4 * MIB, weights=(1.0, 1.0), backend="threads")
     memory = Memory(4 * MIB)
-    store.write_now([Part(0, memory.address, 3 * MIB)])
-    store.read_now([Part(MIB, memory.address, MIB)])
+    store.write_now([TransferPart(0, memory.address, 3 * MIB)])
+    store.read_now([TransferPart(MIB, memory.address, MIB)])
     store.register(memory.address, 4 * MIB)
     statistics = store.statistics()
     assert (statistics["read_bytes"], statistics["written_bytes"]) == (MIB, 3 * MIB)
@@ -322,7 +322,7 @@ def test_a_disk_not_worth_waiting_for_is_left_out_and_said(make, caplog):
     assert f"{KEY}[1]: " in caplog.text
     assert "left out" in caplog.text
     memory = Memory(16 * MIB, seed=4)
-    store.write_now([Part(0, memory.address, 16 * MIB)])
+    store.write_now([TransferPart(0, memory.address, 16 * MIB)])
     assert files_of(store)[0].read_bytes()[: 16 * MIB] == memory.array.tobytes()
 
 
@@ -399,11 +399,11 @@ SCRIPT = """
     from pathlib import Path
     from ds_slide import _native
     from ds_slide.runtime.core.futures import Failures
-    from ds_slide.store.ssd.files import IoSettings, Part
+    from ds_slide.store.ssd.files import IoSettings, TransferPart
     from ds_slide.store.ssd.store import SsdStore
     slab = _native.Slab(64 << 20, False, False)
     store = SsdStore([("key", Path(sys.argv[1]))], 64 << 20, Failures(), io=IoSettings(sys.argv[2], 2, 1 << 16))
-    part = [Part(0, slab.ptr, 64 << 20)]
+    part = [TransferPart(0, slab.ptr, 64 << 20)]
 """
 
 
@@ -433,7 +433,7 @@ def test_completions_that_arrive_during_the_interpreters_exit_do_not_abort_it(tm
     """A thread that comes back from C++ into an interpreter that is gone ends the process with SIGABRT."""
     script = """
     import threading
-    small, turns = [Part(0, slab.ptr, 4096)], threading.Semaphore(0)
+    small, turns = [TransferPart(0, slab.ptr, 4096)], threading.Semaphore(0)
     def again():
         turns.release()
         store.write(small, again)
@@ -508,6 +508,6 @@ def test_the_end_of_the_completion_thread_is_told(make, failed, monkeypatch):
     engine = files.make_engine
     monkeypatch.setattr(files, "make_engine", lambda *arguments: Ends(engine(*arguments)))
     store, memory = make(SIZE), Memory(PAGE)
-    store.write([Part(0, memory.address, PAGE)], lambda: None)
+    store.write([TransferPart(0, memory.address, PAGE)], lambda: None)
     assert failed.happened.wait(WAIT_S)
     assert [str(error) for error in failed.errors] == ["no completion will come"]
