@@ -33,7 +33,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two recipes at a time: compilers, linters and pip use a core each. What a command prints comes as a whole at its end.
 TOGETHER = $(MAKE) --no-print-directory --jobs=2 --output-sync=line
 
-.PHONY: demo test test-clients test-clients-quick clients-quick ci lint sanitize native wheels test-wheels install clean
+.PHONY: demo test test-clients test-clients-quick clients-quick ci lint sanitize native wheels test-wheels test-install \
+	install clean
 
 demo: install
 	$(ACTIVATE) $(BIN)/deepspeed --log_level warning --num_gpus 1 examples/finetune.py \
@@ -43,9 +44,9 @@ test:
 	@$(TOGETHER) install lint
 	$(QUICK_TESTS)
 
-# Also the environments of two clients, beside the compilers, and their quick tests.
+# Also the wheel in an empty environment, and two clients in theirs, which pip fills beside the compilers.
 ci:
-	@$(TOGETHER) install clients-quick lint
+	@$(TOGETHER) install clients-quick lint test-install
 	$(QUICK_TESTS)
 	@$(MAKE) --no-print-directory test-clients-quick
 
@@ -121,6 +122,10 @@ $(VENV_WHEELS)/.installed: requirements/wheels.txt
 # The wheel as a user installs it: in empty environments without a compiler, one for each Python of the machine.
 test-wheels: install
 	$(BIN)/python release/check_install.py $(WHEEL_FLAGS)
+
+# The same in less than a minute, with a wheel of the library that `make install` has compiled.
+test-install: install
+	$(BIN)/python release/check_install.py --in-place --quick
 
 install: $(OPERATORS:%=$(VENV)/.operator-%) $(VENV)/.installed
 
