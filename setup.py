@@ -62,17 +62,18 @@ class Compiler:
         exports = "-Wl,--version-script=csrc/bindings/exports.map"
         self._run("-shared", "-pthread", exports, "-s", *objects, *flags, "-ldl", "-o", target)
 
-    def _run(self, *arguments: str) -> None:
-        done = subprocess.run([*self.command, *arguments], check=False)
+    def _run(self, *arguments: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+        command = [*self.command, *arguments]
+        done = subprocess.run(command, check=False, stdout=stdout, text=True)
         if done.returncode:
             raise SystemExit(
-                f"ds-slide: `{shlex.join([*self.command, *arguments])}` failed with exit code {done.returncode}; the "
-                f"compiler's messages are above, and the wheel of a release ({WHEEL}) needs no compiler."
+                f"ds-slide: `{shlex.join(command)}` failed with exit code {done.returncode}; the compiler's messages "
+                f"are above, and the wheel of a release ({WHEEL}) needs no compiler."
             )
+        return done
 
     def _defines(self, macro: str) -> bool:
-        command = [*self.command, "-dM", "-E", "-x", "c++", os.devnull]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = self._run("-dM", "-E", "-x", "c++", os.devnull, stdout=subprocess.PIPE)
         return f"#define {macro} " in done.stdout
 
 
