@@ -87,9 +87,11 @@ def _check_first(engine_class: Any) -> None:
             return
         from ds_slide.integration.contract import check_deepspeed_config
         from ds_slide.integration.selfcheck import check_deepspeed, check_extension
+        from ds_slide.report.compilations import watch
         from ds_slide.report.log import show
 
         show()
+        watch()
         check_deepspeed()
         check_extension()
         check_deepspeed_config(

@@ -134,6 +134,8 @@ def _ssd_is_open(slide: SlideConfig, raw: Mapping[str, Any]) -> bool:
 
 def _dtype(name: Any) -> Any:
     """Return the data type that `name` means for DeepSpeed; `name` itself where it is none, which DeepSpeed reports."""
+    if name is None:  # the import takes a second
+        return None
     from deepspeed.runtime.config import DtypeEnum
 
     try:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_slide.integration.external_parameters import ExternalParameters
+from ds_slide.report import compilations
 from ds_slide.report.log import log, no_blocks_line, size, start_line
 from ds_slide.runtime.core.calls import NO_TASK, graph_task
 
@@ -178,6 +179,7 @@ def backward(engine: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _take_model_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
     result = type(engine)._take_model_step(engine, *args, **kwargs)
+    compilations.watch().tell()
     statistics = engine.optimizer.slide_stats()
     # A step that was skipped for its overflow has no statistics: the newest belong to an earlier step.
     if statistics and statistics["step"] != engine.optimizer.reported_step:

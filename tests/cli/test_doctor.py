@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from setuptools.config.pyprojecttoml import load_file
 
 from ds_slide.cli.doctor import ceilings
-from ds_slide.cli.doctor.command import package
+from ds_slide.cli.doctor.command import findings, package
 from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings import Ceilings, DiskCeilings, preset_names, read_ceilings
 from ds_slide.report import tested
@@ -127,6 +127,16 @@ def test_a_path_that_is_not_there_is_refused(ds_slide: Callable[..., Any], tmp_p
     ran = ds_slide("doctor", "--path", tmp_path / "no")
     assert ran.code == 1 and "cannot be measured" in ran.error
     assert not (tmp_path / "no").exists()
+
+
+def test_a_missing_c_compiler_is_told_for_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (found,) = (each for each in findings() if each.name == "C compiler")
+    assert found.state == "none on the PATH" and not found.fatal and "apt-get install gcc" in found.advice
+    (tmp_path / "clang").touch(mode=0o700)
+    (found,) = (each for each in findings() if each.name == "C compiler")
+    assert (found.state, found.advice) == (str(tmp_path / "clang"), "")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -137,6 +138,7 @@ def findings() -> list[Finding]:
         _instructions(),
         _native_module(),
         _gpu(),
+        _c_compiler(),
         _host_memory(),
         _page_locks(),
         _huge_pages(),
@@ -200,6 +202,15 @@ def _gpu() -> Finding:
         )
         return Finding("accelerator", f"{state}, unified memory", advice)
     return Finding("accelerator", state)
+
+
+def _c_compiler() -> Finding:
+    """Return the finding about the compiler that Triton calls for a launcher in C, as it looks for one."""
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        advice = "Triton needs one on a GPU, with Python's headers (Debian: apt-get install gcc python3-dev)"
+        return Finding("C compiler", "none on the PATH", advice)
+    return Finding("C compiler", found)
 
 
 def _host_memory() -> Finding:
