@@ -95,7 +95,12 @@ def _check_first(engine_class: Any) -> None:
         check_deepspeed()
         check_extension()
         check_deepspeed_config(
-            parsed, slide, model=given["model"], client_optimizer=given.get("optimizer"), mpu=given.get("mpu")
+            parsed,
+            slide,
+            model=given["model"],
+            client_optimizer=given.get("optimizer"),
+            mpu=given.get("mpu"),
+            mesh_device=given.get("mesh_device"),
         )
         _take_from_stock(given["model"])
         try:

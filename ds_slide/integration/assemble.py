@@ -17,6 +17,7 @@ from deepspeed.runtime.torch_autocast import (
     has_comm_dtype,
 )
 from deepspeed.utils import z3_leaf_module
+from deepspeed.utils.groups import _get_sequence_parallel_world_size
 from torch import nn
 
 from ds_slide.compression.lsp.codec import LEAST_SUBSPACE
@@ -58,7 +59,7 @@ def assemble(
     """
     config = settings.slide
     device = Device(torch.device(get_accelerator().current_device_name()))
-    ranks = Ranks.over(process_group, device)
+    ranks = Ranks.over(process_group, device, divides_sequences=_get_sequence_parallel_world_size() > 1)
     # The model is divided into units, and the ranks agree on the memory that each of them has.
     unit_plans, head = divided(module, group_of, settings, ranks.world_size, precisions)
     share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))

@@ -32,28 +32,42 @@ from ds_slide.optim.rule import UpdateRule
 from ds_slide.plan.ssd_settings import ssd_problems
 from ds_slide.runtime.updates.threads import first_unusable_core
 
+_NO_EXPERTS = (
+    "DS-Slide has no expert parallelism; use the experts of a transformers model, whose states are divided over all "
+    "ranks like other states"
+)
 _FOREIGN_MODULES = {
-    ("deepspeed", "PipelineModule"): "pipeline parallelism",
-    ("deepspeed", "MoE"): "expert parallelism",
-    ("deepspeed", "AutoEPMoELayer"): "expert parallelism",
+    ("deepspeed", "PipelineModule"): "DS-Slide has no pipeline parallelism; use a model without",
+    ("deepspeed", "MoE"): _NO_EXPERTS,
+    ("deepspeed", "AutoEPMoELayer"): _NO_EXPERTS,
 }
+_PASS_MPU = "pass the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
+_MESH = "mesh_param, or data_parallel_size beside sequence_parallel_size"
 
 
 def check_deepspeed_config(
-    config: Any, slide: SlideConfig, *, model: nn.Module, client_optimizer: Any = None, mpu: Any = None
+    config: Any,
+    slide: SlideConfig,
+    *,
+    model: nn.Module,
+    client_optimizer: Any = None,
+    mpu: Any = None,
+    mesh_device: Any = None,
 ) -> None:
     """Refuse the requests of a parsed `DeepSpeedConfig` that DS-Slide cannot fulfil.
 
-    `client_optimizer` and `mpu` are the arguments of `deepspeed.initialize`. Raises SlideConfigError.
+    `client_optimizer` and `mpu` are the arguments of `deepspeed.initialize`. `mesh_device`: made of its `mesh_param`,
+    or of the JSON. Raises SlideConfigError.
     """
     require_stage(int(config.zero_optimization_stage))
-    values = values_of_config(config) | {"mpu": mpu}
+    values = values_of_config(config) | {"mpu": mpu, "mesh_device": mesh_device}
     trains = has_optimizer(config.optimizer_name, client_optimizer)
     rule = update_rules.asked_for(config.optimizer_name, client_optimizer)
     raise_all(
         *setting_problems(values, (*REFUSED_ENGINE_SETTINGS, *REFUSED_ZERO_SETTINGS)),
         *autocast_problems(values),
         *parallel_problems(values),
+        *sequence_problems(values, slide),
         *offload_problems(values),
         *ssd_problems(slide, config._param_dict),
         *(state_dtype_problems(slide) if trains else ()),
@@ -129,6 +143,7 @@ def values_of_config(config: Any) -> dict[str, Any]:
         "zero_quantized_gradients": zero.zero_quantized_gradients,
         "mics_shard_size": getattr(zero, "mics_shard_size", -1),
         "elastic_checkpoint": zero.elastic_checkpoint,
+        "reduce_scatter": zero.reduce_scatter,
         "prescale_gradients": config.prescale_gradients,
         "gradient_predivide_factor": config.gradient_predivide_factor,
         "clip_grad": config.gradient_clipping,
@@ -164,8 +179,37 @@ def autocast_problems(values: Values) -> Iterator[str]:
 
 
 def parallel_problems(values: Values) -> Iterator[str]:
-    if values.get("mpu") is not None:
-        yield "an mpu is passed to deepspeed.initialize, but DS-Slide has no model parallelism; pass mpu=None"
+    """Yield a problem for an `mpu` of model parallelism. An mpu of sequences has `initialize_sequence_parallel`."""
+    mpu = values.get("mpu")
+    if mpu is not None and not hasattr(mpu, "initialize_sequence_parallel"):
+        yield (
+            "an mpu is passed to deepspeed.initialize, but DS-Slide has no model parallelism; pass mpu=None, or for "
+            f"sequence parallelism {_PASS_MPU}"
+        )
+
+
+def sequence_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
+    """Yield problems of sequences that are divided over ranks. A JSON alone has neither `mpu` nor `mesh_device`."""
+    size, mesh = values.get("sequence_parallel_size", 1), values.get("mesh_device")
+    mpu: Any = values.get("mpu")
+    ranks = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "initialize_sequence_parallel") else 1
+    if (mesh is not None and mesh.size(1) > 1) or (size != 1 and "data_parallel_size" in values):
+        yield (
+            f"a mesh divides sequences ({_MESH}), but under ZeRO-3 DeepSpeed does not add up the gradients of their "
+            f"parts; {_PASS_MPU}"
+        )
+    elif "mpu" in values and size not in (1, ranks):
+        yield (
+            f"sequence_parallel_size is {shown(size)}, but the mpu of deepspeed.initialize divides a sequence among "
+            f"{ranks} ranks; remove it, and {_PASS_MPU}"
+        )
+    if ranks > 1 and not values.get("reduce_scatter", True):
+        yield (
+            "zero_optimization.reduce_scatter is false, with which DeepSpeed adds up the gradients of a divided "
+            "sequence, but DS-Slide averages them, as DeepSpeed does with true; set it to true"
+        )
+    if ranks > 1 and slide.compression is not None:
+        yield "ds_slide.compression is set, but it does not compress gradients of divided sequences; remove it"
 
 
 def offload_problems(values: Values) -> Iterator[str]:
@@ -246,7 +290,7 @@ def dtype_problems(values: Values, module: nn.Module) -> Iterator[str]:
     reduced = gradient_dtype(values, module)
     if reduced not in TRAINED_DTYPES:
         yield f"communication_data_type is {reduced}, but DS-Slide reduces bfloat16, float16 and float32; remove it"
-    accumulation = values.get("gradient_accumulation_dtype")
+    accumulation = accumulation_dtype(values, module)
     if accumulation not in (None, reduced, torch.float32):
         yield (
             f"gradients are reduced in {reduced} (communication_data_type) and added up in {accumulation} "
@@ -344,14 +388,18 @@ def trial_problems(rule: UpdateRule | None, ranks: int, slide: SlideConfig) -> I
 
 
 def model_problems(model: nn.Module) -> Iterator[str]:
-    """Yield a problem for a module that brings its own parallelism."""
+    """Yield a problem for a module that brings its own parallelism, or for a parameter of an expert."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
-            missing = _FOREIGN_MODULES.get((_package(kind), kind.__name__))
-            if missing is not None:
+            why = _FOREIGN_MODULES.get((_package(kind), kind.__name__))
+            if why is not None:
                 where = f"module {name}" if name else "the model"
-                yield f"{where} is a DeepSpeed {kind.__name__}, but DS-Slide has no {missing}; use a model without"
+                yield f"{where} is a DeepSpeed {kind.__name__}, but {why}"
                 return
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "allreduce", True):
+            yield f"parameter {name} is of an expert-parallel group (allreduce is False), but {_NO_EXPERTS}"
+            return
 
 
 def gradient_dtype(values: Values, module: nn.Module) -> torch.dtype:
@@ -361,6 +409,15 @@ def gradient_dtype(values: Values, module: nn.Module) -> torch.dtype:
     given: torch.dtype | None = values.get("communication_data_type")
     parameters = sorted(module.parameters(), key=lambda parameter: not parameter.requires_grad)
     return given or (parameters[0].dtype if parameters else torch.float32)
+
+
+def accumulation_dtype(values: Values, module: nn.Module) -> torch.dtype | None:
+    """Return the data type of sums of several micro-batches' gradients; None where DeepSpeed gives none. It reduces the
+    gradients of divided sequences in fp32 by default, and then rounds them to the model's precision. Here they stay."""
+    if values.get("mpu") is not None and gradient_dtype(values, module) == torch.float32:
+        return torch.float32
+    given: torch.dtype | None = values.get("gradient_accumulation_dtype")
+    return given
 
 
 def _package(kind: type) -> str:

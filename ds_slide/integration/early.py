@@ -101,6 +101,8 @@ def json_problems(raw: Mapping[str, Any], slide: SlideConfig) -> Iterator[str]:
         ("clip_grad", "gradient_clipping"),
         ("gradient_accumulation_steps", "gradient_accumulation_steps"),
         ("managed_gradient_accumulation", "managed_gradient_accumulation"),
+        ("sequence_parallel_size", "sequence_parallel_size"),
+        ("data_parallel_size", "data_parallel_size"),
     ):
         if isinstance(value := value_at(raw, path), int | float):
             values[name] = value
@@ -114,6 +116,7 @@ def json_problems(raw: Mapping[str, Any], slide: SlideConfig) -> Iterator[str]:
     values["zenflow_config"] = value_at(raw, "zero_optimization.zenflow")
     yield from setting_problems(values, rows)
     yield from contract.autocast_problems(values)
+    yield from contract.sequence_problems(values, slide)
     yield from contract.offload_problems(values)
     if not _ssd_is_open(slide, raw):
         yield from ssd_problems(slide, raw)

@@ -26,7 +26,7 @@ from ds_slide.config import SlideConfig
 from ds_slide.errors import SlideError
 from ds_slide.integration import engine_methods, ownership, partitions
 from ds_slide.integration.assemble import accumulates, assemble, precisions_under_autocast
-from ds_slide.integration.contract import check_supported, gradient_dtype
+from ds_slide.integration.contract import accumulation_dtype, check_supported, gradient_dtype
 from ds_slide.integration.groups import Newcomers, ParameterGroups
 from ds_slide.integration.ownership import part_in_backward
 from ds_slide.integration.parameter_offload import Coordinator, ParameterOffload
@@ -123,7 +123,7 @@ class SlideZeroOptimizer(StateMethods, ParameterGroups, DeepSpeedZeroOptimizer_S
         self.dp_process_group = kwargs["dp_process_group"]
         self.partition_count = dist.get_world_size(group=self.dp_process_group)
         self.clip_grad = kwargs.get("clip_grad", 0.0)
-        self.gradient_accumulation_dtype = kwargs.get("gradient_accumulation_dtype") or self.dtype
+        self.gradient_accumulation_dtype = accumulation_dtype(kwargs, module) or self.dtype
         self.gradient_accumulation_steps = kwargs.get("gradient_accumulation_steps", 1)
         self.sub_group_size = kwargs.get("sub_group_size")
         self.elastic_checkpoint = False

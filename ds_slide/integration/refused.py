@@ -46,9 +46,6 @@ REFUSED_ENGINE_SETTINGS = (
     Refused("deepcompile", "compile.deepcompile", "its passes move the parameters that DS-Slide moves"),
     Refused("autotp_size", "tensor_parallel.autotp_size", "DS-Slide has no tensor parallelism", "set it to 0", (0, 1)),
     Refused("expert_parallel", "expert_parallel.enabled", "DS-Slide has no expert parallelism"),
-    Refused(
-        "sequence_parallel_size", "sequence_parallel_size", "DS-Slide has no sequence parallelism", "set it to 1", (1,)
-    ),
     Refused("pipeline_loading_checkpoint", "zero_optimization.pipeline_loading_checkpoint"),
 )
 

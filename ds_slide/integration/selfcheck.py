@@ -72,7 +72,10 @@ _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 SYMBOLS: tuple[Symbol, ...] = (
     # activation.py
     Symbol(
-        _ENGINE, "DeepSpeedEngine.__init__", "self args model optimizer", "mpu config config_class dont_change_device"
+        _ENGINE,
+        "DeepSpeedEngine.__init__",
+        "self args model optimizer",
+        "mpu config config_class mesh_device dont_change_device",
     ),
     *_methods(_ENGINE, "DeepSpeedEngine", _configure_zero_optimizer="optimizer", _configure_distributed_model="model"),
     *_methods(_ENGINE, "DeepSpeedEngine", _broadcast_model=""),
@@ -80,6 +83,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_ENGINE, "DeepSpeedZeRoOffload"),
     Symbol("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__", "self model_params"),
     # assemble.py, early.py
+    Symbol("deepspeed.utils.groups", "_get_sequence_parallel_world_size", ""),
     Symbol("deepspeed.runtime.torch_autocast", "has_comm_dtype", "param"),
     Symbol("deepspeed.runtime.torch_autocast", "get_comm_dtype", "param"),
     Symbol("deepspeed.runtime.torch_autocast", "get_default_autocast_lower_precision_modules", ""),

@@ -69,7 +69,11 @@ def find_gated_form(module: nn.Module, names: tuple[str, ...]) -> GatedForm | st
     x *= torch.logspace(-1, 1, 24, dtype=torch.float64, device="cpu")[:, None]
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            found = type(module).forward(probe, x)
+            with torch.enable_grad():
+                found = type(module).forward(probe, x.requires_grad_())
+            # Such a function computes in tiles of the sequence, for example (DeepSpeed's TiledMLP), to save memory.
+            if isinstance(getattr(found, "grad_fn", None), torch.autograd.function.BackwardCFunction):
+                return f"{name} computes in an autograd function of its own"
             if packed:
                 gate, up = probe._modules["gate_up_proj"](x).chunk(2, dim=-1)  # type: ignore[misc]
             else:

@@ -307,7 +307,9 @@ def make_spare_memory(module: nn.Module, context: Context, units: Sequence[Unit]
     wanted = settings.slide.activations
     blocks = [unit for unit in units if unit.spec.kind == "block" and wanted != "as_written"]
     space = space_for_inputs(context) if blocks and settings.trains else None
-    activations = Activations(context, blocks, may_be_unasked(module, blocks), space)
+    # Ranks that share a sequence recompute the same blocks, so that recomputation stays where the script has put it.
+    unasked = () if context.ranks.divides_sequences else may_be_unasked(module, blocks)
+    activations = Activations(context, blocks, unasked, space)
     budget = Budget(gpu, limit)
     return SpareMemory(context, activations, budget, updating, _vocabulary(module))
 

@@ -20,7 +20,7 @@ FAULTY = {
         "zero_quantized_weights": True,
         "offload_optimizer": {"device": "cpu", "ratio": 0.5},
     },
-    "sequence_parallel_size": 2,
+    "tensor_parallel": {"autotp_size": 2},
     "gradient_clipping": 1.0,
     "optimizer": {"type": "Lamb"},
     "ds_slide": {
@@ -40,7 +40,7 @@ BEGINNINGS = (
     "ds_slide.debug.lane_delay_ms is -1;",
     "zero_optimization.stage is 2,",
     'optimizer.type is "Lamb",',
-    "sequence_parallel_size is 2,",
+    "tensor_parallel.autotp_size is 2,",
     "zero_optimization.zero_quantized_weights is true,",
     "zero_optimization.offload_optimizer.ratio is 0.5,",
     "zero_optimization.zenflow is set,",

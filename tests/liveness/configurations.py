@@ -110,6 +110,22 @@ TWO_RANKS = [
     replace(_TWO.in_memory(), name="four ranks in memory", ranks=4),
 ]
 
+_HOSTS = replace(_TWO, apart=True, blocks=3)
+
+HOSTS = [
+    replace(_HOSTS.in_memory(), name="two hosts"),
+    replace(_HOSTS.in_memory(), name="two hosts, under backward", held=False),
+    replace(_HOSTS.in_memory(), name="two hosts, accumulation, checkpointing", accumulation=2, checkpointing=True),
+    replace(_HOSTS.in_memory(), name="two hosts, speculation", speculates=True, clips_first=False),
+    replace(_HOSTS.in_memory(), name="two hosts, one queue of collectives each", one_at_a_time=True, held=False),
+    replace(_HOSTS.in_memory(), name="two hosts, checkpoints between steps", between="all"),
+    replace(_HOSTS, name="two hosts, everything on SSD, inference", inference=True),
+    replace(_HOSTS, name="two hosts, everything on SSD, under backward", held=False),
+    replace(_HOSTS.in_memory(), name="three hosts", ranks=3),
+    replace(_HOSTS, name="two hosts, closed", ending="close"),
+]
+"""Ranks on a host each, which gather all weights, in the order of the program."""
+
 _SHARED = replace(_TWO, shared=True)
 
 SHARED = [
@@ -139,6 +155,25 @@ SHARED = [
 """Two ranks that read each other's weights. Those of blocks on SSD are gathered."""
 if not HAS_SHARED_WEIGHTS:
     SHARED.clear()
+
+_DIVIDED = replace(_SHARED.in_memory(), shared=True, exchanges=True, blocks=3)
+
+SEQUENCES = [
+    replace(_DIVIDED, name="divided sequences"),
+    replace(_DIVIDED, name="divided sequences, under backward", held=False),
+    replace(_DIVIDED, name="divided sequences, accumulation, checkpointing", accumulation=2, checkpointing=True),
+    replace(_DIVIDED, name="divided sequences, speculation", speculates=True, clips_first=False),
+    replace(_DIVIDED, name="divided sequences, one queue of collectives each", one_at_a_time=True, held=False),
+    replace(_DIVIDED, name="divided sequences, checkpoints between steps", between="all", checkpointing=True),
+    replace(_DIVIDED, name="divided sequences, states on SSD, inference", chunks_on_ssd=True, inference=True),
+    replace(_DIVIDED, name="divided sequences, everything on SSD", weights_on_ssd=True, chunks_on_ssd=True),
+    replace(_DIVIDED, name="divided sequences, gathered weights", shared=False, apart=True),
+    replace(_DIVIDED, name="divided sequences, four ranks", ranks=4, held=False),
+    replace(_DIVIDED, name="divided sequences, closed", ending="close"),
+]
+"""Ranks that read each other's weights, and whose blocks have collectives."""
+if not HAS_SHARED_WEIGHTS:
+    SEQUENCES.clear()
 
 _DIFFER = replace(_SHARED.in_memory(), shared=True, differ=True, blocks=3, steps=3)
 _FICKLE = replace(_DIFFER, differ=False, fickle=True, steps=4)
@@ -184,7 +219,7 @@ BESIDE = [
 if not HAS_SHARED_WEIGHTS:
     BESIDE.clear()
 
-LARGER = [*TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *SHARED, *DIFFERENT, *BESIDE]
+LARGER = [*TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *HOSTS, *SHARED, *SEQUENCES, *DIFFERENT, *BESIDE]
 
 ALL = [*EXHAUSTIVE, *LARGER]
 

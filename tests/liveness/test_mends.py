@@ -11,7 +11,7 @@ import torch
 
 from ds_slide.runtime.core.update import Update
 from ds_slide.runtime.weights.window import Window
-from liveness.configurations import DIFFERENT, HANG_1, SHARED
+from liveness.configurations import DIFFERENT, HANG_1, SEQUENCES, SHARED
 from liveness.explore import explore_by_chance, explore_orders
 
 FICKLE = next(each for each in DIFFERENT if each.fickle)
@@ -133,4 +133,14 @@ def test_a_waiting_rank_that_follows_no_log_is_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Conductor, "keep_pace", keep_pace)
     many = replace(DIFFERENT[0], name="six blocks", blocks=6, differ=False)
     (finding, *_) = explore_by_chance(many, 100).findings
+    assert finding.outcome.kind == "deadlock"
+
+
+@needs_shared
+def test_a_rank_that_is_in_an_average_while_another_is_in_its_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 enters an average that the other one has announced, and the other one the collective of its next block."""
+    from ds_slide.runtime.core.ranks.conductor import Conductor
+
+    monkeypatch.setattr(Conductor, "_leave_order_to_program", lambda _: None)
+    (finding, *_) = explore_by_chance(SEQUENCES[0], 100).findings
     assert finding.outcome.kind == "deadlock"

@@ -70,6 +70,10 @@ class Configuration:
     ranks: int = 1
     shared: bool = False
     """Weights of the ranks in memory that all of them read, else they are gathered."""
+    apart: bool = False
+    """The ranks are on a host each, and have no board."""
+    exchanges: bool = False
+    """Blocks have a collective of their own, as with divided sequences."""
     only_rank_0_infers: bool = False
     differ: bool = False
     """Each rank uses other blocks and outer modules in each micro-batch, and some micro-batches on one rank none."""
@@ -241,9 +245,14 @@ def _takes(function: Any, parameter: str) -> bool:
 
 def _ranks(configuration: Configuration, device: Device) -> Ranks:
     """Before ranks had a stream of their own they were made without the device."""
-    on = {"device": device} if _takes(Ranks.__init__, "device") else {}
+    on: dict[str, Any] = {"device": device} if _takes(Ranks.__init__, "device") else {}
     make: Any = Ranks
-    ranks = make.over(None, **on) if configuration.ranks > 1 else make(rank=0, world_size=1, **on)
+    if configuration.ranks == 1:
+        ranks = make(rank=0, world_size=1, **on)
+    else:
+        ranks = make.over(None, **on, **({"divides_sequences": True} if configuration.exchanges else {}))
+    if configuration.apart:
+        ranks.conduct(None)
     assert isinstance(ranks, Ranks)
     return ranks
 

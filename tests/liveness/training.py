@@ -10,6 +10,7 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.adamw import AdamWHyper
+from ds_slide.runtime.core.ranks import collectives
 from liveness.disk import names_of
 from liveness.scheduler import active
 from liveness.tiny import Configuration, Tiny, build, noise
@@ -33,6 +34,7 @@ class Training:
         """Of the micro-batch."""
         self.seen: list[int] = []
         """Checksums of the weights that were computed with."""
+        self._between_blocks = collectives.dist.new_group() if configuration.exchanges else None
 
     def train(self) -> None:
         configuration, runtime = self.configuration, self.runtime
@@ -113,6 +115,7 @@ class Training:
             else:
                 runtime.enter_forward(unit, with_backward=with_backward)
                 self._look(unit)
+                self._exchange()
                 runtime.leave_forward(unit)
 
     def _backward(self, number: int) -> None:
@@ -122,13 +125,20 @@ class Training:
                 runtime.enter_backward(unit)
                 if self.configuration.checkpointing:
                     self._look(unit)  # computed once more
+                    self._exchange()
                     runtime.enter_backward(unit)
+                self._exchange()
             self._look(unit)
             for parameter in unit.parameters:
                 values = noise(parameter.numel(), 7.0 * number + unit.order + 3 * self.rank)
                 parameter.grad = values.add(parameter.data, alpha=0.25)
             if unit.spec.kind == "block":
                 runtime.leave_backward(unit)
+
+    def _exchange(self) -> None:
+        """What a block of a divided sequence sends to the other ranks."""
+        if self._between_blocks is not None:
+            collectives.dist.all_reduce(torch.ones(1), group=self._between_blocks)
 
     def one_more_forward(self) -> None:
         """While the other rank closes its engine, which is a reason to refuse it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 from models import ALL, DEVICE, FAMILIES, assert_close, batch, build, loss_and_gradients, twin
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -150,6 +151,23 @@ def test_gated_modules_by_what_they_compute(activation: Callable[..., torch.Tens
     if not found:
         assert "something else than down(act(gate) * up)" in replaced.reasons["mlp"]
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
+
+
+class TiledMlp(Mlp):
+    """As DeepSpeed's page patches it, to save the memory of all but one tile."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def of_tile(mlp: Mlp, tile: torch.Tensor) -> torch.Tensor:
+            return Mlp.forward(mlp, tile)
+
+        y: torch.Tensor = TiledMLP.apply(of_tile, self, x, 2, [])
+        return y
+
+
+def test_an_mlp_in_tiles_stays_in_tiles() -> None:
+    replaced = apply_kernels(TiledMlp(functional.silu).to(DEVICE), ["mlp"])
+    assert not replaced.counts
+    assert "computes in an autograd function of its own" in replaced.reasons["mlp"]
 
 
 def test_the_projections_are_called_as_modules() -> None:

@@ -22,6 +22,7 @@ from activation_runs import INPUT, handle_of
 from harness import Batch, batches, causal_loss, ds_config, llama, on_ssd, trained
 from moving import RandomMoves
 from tight_memory import room_for_gradients_of
+from tiled import tiled
 
 from ds_slide.integration import assemble
 from ds_slide.plan import ssd_settings
@@ -76,6 +77,7 @@ RUNS = {
         {"window": 2, "host_memory": 0, "gpu_memory": "4MiB", "debug": {"lane_delay_ms": 2.0, "seed": 17}},
         {"clip": 1.0},
     ),
+    "tiled": ({"window": 2}, {"clip": 1.0}),
     "stock": (None, {"clip": 1.0}),
 }
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
@@ -228,7 +230,9 @@ def main(rank: int, folder: Path) -> None:
                 if name == "ssd-inputs":
                     handle_of(patch)(0, 2 + rank)  # each for itself
                     loss_of = Moving()
-                result = trained(llama(seed=rank, num_hidden_layers=BLOCKS), config, data[rank::2], loss_of=loss_of)
+                model = llama(seed=rank, num_hidden_layers=BLOCKS)
+                model = tiled(model) if name == "tiled" else model
+                result = trained(model, config, data[rank::2], loss_of=loss_of)
             assert not isinstance(loss_of, Sharing) or (loss_of.promoted and loss_of.kept)
             assert not isinstance(loss_of, Moving) or loss_of.moved == (2 + rank) * INPUT
             assert not isinstance(loss_of, RandomMoves) or any(made.demoted for made in loss_of.made if made)

@@ -84,9 +84,12 @@ def plain_steps(
 
 
 @contextlib.contextmanager
-def as_rank(rank: int, folder: Path, ranks: int = RANKS) -> Iterator[dict[str, Any]]:
-    """The worker's side: a process group, and a dictionary that is saved for `seen_by` at the end."""
+def as_rank(rank: int, folder: Path, ranks: int = RANKS, port: int = 0) -> Iterator[dict[str, Any]]:
+    """The worker's side: a process group, and a dictionary that is saved for `seen_by` at the end. `port`: for a
+    library that reads what a launcher sets."""
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE=str(ranks))
+    if port:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import ds_slide  # noqa: F401 - switches the "ds_slide" key on where the package is not installed
 
     torch.set_num_threads(1)

@@ -22,8 +22,9 @@ from ds_slide.runtime.activations.kept_calls import OperatorMode, name_of
 from ds_slide.runtime.core.calls import in_backward
 from ds_slide.runtime.weights.saved_weights import OpenHooks
 
-COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd"))
-"""Namespaces of operators that all ranks of a group have to run."""
+COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "deepspeed"))
+"""Namespaces of operators that all ranks of a group have to run. DeepSpeed's is the exchange of its sequence
+parallelism."""
 
 
 @dataclass(frozen=True)

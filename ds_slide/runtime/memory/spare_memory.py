@@ -153,9 +153,11 @@ class SpareMemory:
                     f"cache that nobody asks for stays empty {way_out}"
                 )
             if asked := checkpointed - unasked:
+                together = self._context.ranks.divides_sequences
+                where = "always, with all ranks of a sequence" if together else "only where memory is short"
                 log.info(
                     f"the activation checkpointing of {asked} blocks, which the script asks for, is taken over, and "
-                    f"a block recomputed only where memory is short {way_out}"
+                    f"a block recomputed {where} {way_out}"
                 )
         self._has_said = self._has_said or bool(checkpointed)
 

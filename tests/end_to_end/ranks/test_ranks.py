@@ -46,7 +46,7 @@ ALWAYS = ("clipping", "immediate", "immediate-gpu-states", "gpu-states", "accumu
 # Each beside another run of the same kind: with clipping or without, shared or gathered.
 SLOW = (
     *("speculative-gathered", "gathered", "gathered-immediate", "gathered-gpu-states", "ssd", "ssd-immediate", "spare"),
-    *("moves-immediate", "moves-gathered-kept", "moves-ssd"),
+    *("moves-immediate", "moves-gathered-kept", "moves-ssd", "tiled"),
 )
 
 
@@ -121,6 +121,14 @@ def test_against_stock(of_ranks: RankResults) -> None:
     for slide, stock in zip(of_ranks("clipping"), of_ranks("stock"), strict=True):
         assert slide.losses[:2] == stock.losses[:2]
         assert slide.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", runs("tiled"))
+def test_tiles_of_mlps_have_the_numbers_of_the_whole(of_ranks: RankResults, name: str) -> None:
+    """DeepSpeed's TiledMLP, with a backward for each tile inside of a block's backward."""
+    for found, expected in zip(of_ranks(name), of_ranks("clipping"), strict=True):
+        assert found.losses == pytest.approx(expected.losses, abs=LOSS_TOLERANCE)
+        assert found.norms == pytest.approx(expected.norms, rel=LOSS_TOLERANCE)
 
 
 @pytest.mark.usefixtures("one_rank")

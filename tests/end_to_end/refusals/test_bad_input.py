@@ -38,10 +38,9 @@ def ds_config(zero=None, slide=None, **others):
     return {key: value for key, value in config.items() if value is not None}
 
 
-def check(config, model=None, client_optimizer=None, mpu=None):
+def check(config, model=None, **arguments):
     slide = SlideConfig.from_deepspeed(config)
-    parsed = DeepSpeedConfig(config)
-    check_deepspeed_config(parsed, slide, model=model or nn.Linear(2, 2), client_optimizer=client_optimizer, mpu=mpu)
+    check_deepspeed_config(DeepSpeedConfig(config), slide, model=model or nn.Linear(2, 2), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +224,9 @@ def test_cores_that_the_threads_cannot_be_pinned_to():
     check(without)  # nothing is updated
 
 
-JSON_ALONE = [row for row in CONFIGS if not row[1].startswith(("optimizer.type", "no optimizer"))]
+BY_SCRIPT = ("optimizer.type", "no optimizer", "sequence_parallel_size")
+"""What a script may still mend."""
+JSON_ALONE = [row for row in CONFIGS if not row[1].startswith(BY_SCRIPT)]
 
 
 @pytest.mark.parametrize(("config", "message"), JSON_ALONE, ids=[message for _, message in JSON_ALONE])
@@ -373,6 +374,52 @@ def test_an_absent_setting_counts_as_its_first_allowed_value():
 def test_mpu():
     with pytest.raises(SlideConfigError, match=r"an mpu is passed .* pass mpu=None"):
         check(ds_config(), mpu=object())
+
+
+class Sequences:
+    """What `parallel_state_sp` tells of groups that need two ranks."""
+
+    initialize_sequence_parallel = None
+
+    def get_sequence_parallel_world_size(self):
+        return 2
+
+
+class Mesh:
+    """A mesh of data and sequence ranks, as `initialize` makes it of `mesh_param`."""
+
+    def size(self, dimension):
+        return (1, 2)[dimension]
+
+
+@pytest.mark.parametrize("others", [{}, {"sequence_parallel_size": 2}])
+def test_the_mpu_of_divided_sequences_is_accepted(others):
+    check(ds_config(**others), mpu=Sequences())
+    check_json(ds_config(**others))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (ds_config(), {"mesh_device": Mesh()}, "a mesh divides sequences (mesh_param,"),
+        (ds_config(sequence_parallel_size=4), {"mpu": Sequences()}, "sequence_parallel_size is 4, but the mpu of"),
+        (ds_config({"reduce_scatter": False}), {"mpu": Sequences()}, "zero_optimization.reduce_scatter is false, with"),
+        (
+            ds_config(slide={"compression": {"type": "lsp"}}),
+            {"mpu": Sequences()},
+            "ds_slide.compression is set, but it",
+        ),
+    ],
+)
+def test_divided_sequences_that_are_refused(config, arguments, message):
+    with pytest.raises(SlideConfigError) as caught:
+        check(config, **arguments)
+    assert any(line.startswith(message) for line in str(caught.value).splitlines()), caught.value
+
+
+def test_a_mesh_of_the_json_is_refused_where_it_is_read():
+    with pytest.raises(SlideConfigError, match="a mesh divides sequences"):
+        check_json(ds_config(sequence_parallel_size=2, data_parallel_size=2))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""The ranks that share the states (ZeRO-3 data parallelism), and the collectives between them.
+"""The ranks that share the states (ZeRO-3: data and sequence parallelism), and the collectives between them.
 
 Ranks of one machine may run different modules: rank 0 decides on the order of their averages of gradients
 (`ds_slide.runtime.core.ranks.conductor`). The rest of this text is about the order of all other collectives, or of all
-collectives if the ranks are on several machines.
+collectives if the ranks are on several machines or share sequences.
 
 One rule prevents deadlocks: all ranks issue the same collectives in the same order, whatever the threads do.
 
@@ -97,10 +97,18 @@ class Ranks:
     all methods that communicate."""
 
     def __init__(
-        self, rank: int = 0, world_size: int = 1, channel: Channel | None = None, device: Device = _NOWHERE
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        channel: Channel | None = None,
+        device: Device = _NOWHERE,
+        *,
+        divides_sequences: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.divides_sequences = divides_sequences
+        """Whether several ranks share a sequence. Blocks then have collectives of their own, in program order."""
         self._device = device
         self._channel = channel or Channel()
         self._group = self._channel.group
@@ -143,14 +151,14 @@ class Ranks:
         self._channel.digest = zlib.crc32(bytes(what), self._channel.digest)
 
     @classmethod
-    def over(cls, group: Any, device: Device) -> Ranks:
-        """Return the ranks of the data-parallel `group`. Collective: every rank of the world calls it."""
+    def over(cls, group: Any, device: Device, *, divides_sequences: bool = False) -> Ranks:
+        """Return the ranks of `group`, which share the states. Collective: every rank of the world calls it."""
         size = dist.get_world_size(group)
         if size == 1:
             return cls()
         rank = dist.get_rank(group)
         members = dist.get_process_group_ranks(group) if group is not None else list(range(size))
-        return cls(rank, size, _channel_of(rank, members, device), device)
+        return cls(rank, size, _channel_of(rank, members, device), device, divides_sequences=divides_sequences)
 
     def watched_by(self, failures: Failures) -> None:
         """Tell `failures` from now on which collective is under way."""

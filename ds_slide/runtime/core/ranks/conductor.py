@@ -182,16 +182,30 @@ class Conductor:
 
     @classmethod
     def of(cls, ranks: Ranks) -> Conductor | None:
-        """Return the conductor of these ranks, made for their first engine; None where they have no board.
-        Collective."""
+        """Return the conductor of these ranks, made for their first engine; None where they have no board, or share
+        sequences. Collective."""
         if ranks.world_size == 1:
             return None
+        if ranks.divides_sequences:
+            cls._leave_order_to_program(ranks)
         if not ranks.has_asked_for_conductor:
             board = open_board(ranks, len(_Row), 1 + RING)
             ranks.conduct(None if board is None else cls(board))
         conductor = ranks.conductor
         assert conductor is None or isinstance(conductor, cls)
         return conductor
+
+    @classmethod
+    def _leave_order_to_program(cls, ranks: Ranks) -> None:
+        """Have no conductor: blocks have collectives of their own, at which a rank may stand while another is in an
+        average that it was the first to enter."""
+        earlier = ranks.conductor
+        if isinstance(earlier, cls) and earlier._members:
+            raise SlideError(
+                "an engine with sequence parallelism cannot train beside one without, which was built before and "
+                "averages gradients in another order; destroy that engine first, or build it second"
+            )
+        ranks.conduct(None)
 
     def enter(self, member: Member) -> None:
         self._members[_place_of(member.engine)] = member
