@@ -174,8 +174,8 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
         rule=rule,
         ranks=room.ranks,
     )
-    unit_plans, _ = divided(model, group_of, settings, room.ranks)
     shares = room.ranks > 1 and slide.share_weights is not False
+    unit_plans, _ = divided(model, group_of, settings, room.ranks, shares_weights=shares)
     plan = plan_of(unit_plans, settings, _budgets(slide, room), shares_weights=shares)
     return Planned(plan, plan.needs, settings, unit_plans, steps, raw, notes)
 
