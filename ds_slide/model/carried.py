@@ -157,4 +157,4 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _can_move(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_contiguous() and tensor.device.type != "meta"
+    return tensor.layout is torch.strided and tensor.is_contiguous()
