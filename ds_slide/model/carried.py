@@ -2,7 +2,8 @@
 beside packed parameters.
 
     buffers                GPTQ's and AWQ's `qweight`, `qzeros`, `scales`, `g_idx`
-    `weight.quant_state`   bitsandbytes, 4 bits: absmax, and with double quantisation the nested absmax
+    `weight.quant_state`   bitsandbytes, 4 bits: absmax, and with double quantisation the nested absmax; beside a 3-D
+                           parameter (`replace_parameter_4bit`) the parametrization has it
     `SCB`, `CB`            bitsandbytes, 8 bits: the scales of the rows, and a second tensor on the weight's memory
 
 Only large tensors are worth a place in the block (`LEAST_BYTES`). The smaller ones stay on the accelerator.
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 TRAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The data types that parameters may be trained in."""
@@ -142,6 +144,8 @@ def _packed_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _beside(module: nn.Module, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors that bitsandbytes keeps beside a packed parameter."""
     state = getattr(parameter, "quant_state", None)
+    if isinstance(module, ParametrizationList):  # a 3-D parameter of experts: its packed bytes are `original`
+        state = next((getattr(each, "quant_state", None) for each in module), None)
     nested = getattr(state, "state2", None)
     places = [(state, "absmax"), (state, "code"), (state, "offset"), (nested, "absmax"), (nested, "code")]
     if hasattr(parameter, "SCB"):  # the first forward moves them from the parameter to the module
