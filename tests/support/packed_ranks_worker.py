@@ -20,7 +20,6 @@ from harness import batches, ds_config, engine_for, on_ssd, states_of, train
 
 import ds_slide.model.carried
 
-ds_slide.model.carried.LEAST_BYTES = 256  # the models are small, so tensors beside their packed weights are
 STEPS = 2
 WAYS: dict[str, dict[str, Any] | None] = {
     "stock": None,
@@ -41,6 +40,7 @@ def beside(model: Any) -> dict[str, torch.Tensor]:
 
 
 def main(rank: int, folder: Path) -> None:
+    ds_slide.model.carried.LEAST_BYTES = 256  # the models are small, so tensors beside their packed weights are
     with two_ranks.as_rank(rank, folder) as results:
         for kind, way in json.loads(sys.argv[2]):
             config, data = ds_config(WAYS[way]), batches(2 * STEPS)[rank::2]
@@ -61,9 +61,19 @@ def main(rank: int, folder: Path) -> None:
                         found["gathered"] = beside(model)
                 result.states = states_of(model)
             results[f"{kind} {way}"] = {"losses": result.losses, "states": result.states, "whole": whole} | found
-            if way in ("shared", "gathered"):  # another engine of the same model
+            if way in ("shared", "gathered"):  # another engine of the same model, and one that loads its checkpoint
                 with engine_for(model, config) as engine:
-                    results[f"{kind} {way} again"] = train(engine, data, packed.forward_between).losses
+                    losses = train(engine, data[:1], packed.forward_between).losses
+                    engine.save_checkpoint(folder / kind / way)
+                    losses += train(engine, data[1:], packed.forward_between).losses
+                model = packed.packed_model(kind)
+                scales = [each for name, each in model.named_buffers() if name.endswith(".scales")]
+                for each in (*scales, *(p.data for p in model.parameters() if p.requires_grad)):
+                    each.zero_()
+                with engine_for(model, config) as engine:
+                    engine.load_checkpoint(folder / kind / way, load_module_strict=False)
+                    resumed = train(engine, data[1:], packed.forward_between).losses
+                results[f"{kind} {way} again"] = {"losses": losses, "resumed": resumed}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from packed_ranks_worker import STEPS, WAYS
 
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 KINDS = [
-    *PLAIN,
+    *(pytest.param(kind, marks=pytest.mark.slow) if kind == "mixed" else kind for kind in PLAIN),
     *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES),
 ]
 
@@ -42,7 +42,9 @@ def test_the_ways_of_weights_change_no_bit(kind: str, seen: list[dict[str, Any]]
         assert len(rank[f"{kind} shared"]["losses"]) == STEPS
         for way in ("gathered", "ssd", "gpu") if kind in BITSANDBYTES else ("gathered",):
             assert differences(result(rank, f"{kind} {way}"), result(rank, f"{kind} shared")) == [], way
-        assert rank[f"{kind} shared again"] == rank[f"{kind} gathered again"]
+        again = rank[f"{kind} shared again"]
+        assert again == rank[f"{kind} gathered again"]
+        assert len(again["losses"]) == STEPS and again["resumed"] == again["losses"][1:]
     states = [Result(states=rank[f"{kind} shared"]["states"]) for rank in seen]
     assert differences(*states) == []
 
