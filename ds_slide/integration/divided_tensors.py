@@ -35,7 +35,13 @@ class DividedTensors:
         def lend(*_args: Any) -> None:
             self._lend(unit, tensors, read=True)
 
-        def lend_empty(*_args: Any) -> None:
+        names = {each.entry.name.rpartition(".")[2] for each in tensors}
+
+        def lend_empty(_module: nn.Module, state_dict: dict[str, Any], prefix: str, *_args: Any) -> None:
+            # A `state_dict` where weights are gathered has them empty: then they stay as they are.
+            for key in [key for key in state_dict if key.startswith(prefix) and key.rpartition(".")[2] in names]:
+                if not state_dict[key].numel():
+                    del state_dict[key]
             self._lend(unit, tensors, read=False)
 
         def take_back(*_args: Any) -> None:
