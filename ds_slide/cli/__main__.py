@@ -63,7 +63,17 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the JSON of the run")
     parser.add_argument("--model", required=True, help="a preset, or a directory with Hugging Face's config.json")
     parser.add_argument(
-        "--adapter", metavar="ADAPTER", help="LoRA's rank on all linear layers, or a directory with PEFT's config"
+        "--lora",
+        "--adapter",
+        dest="adapter",
+        metavar="ADAPTER",
+        help="LoRA's rank on all linear layers, or a directory with PEFT's config",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("none", "nf4", "nf4-double", "int8", "fp8"),
+        default="none",
+        help="how the frozen weights of linear layers are packed, with --lora",
     )
     parser.add_argument("--batch", type=_positive, help="sequences of a micro-batch; those of the JSON by default")
     parser.add_argument("--seq", type=_positive, required=True, help="tokens of a sequence")

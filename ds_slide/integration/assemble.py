@@ -23,6 +23,7 @@ from torch import nn
 from ds_slide.compression.lsp.codec import LEAST_SUBSPACE
 from ds_slide.config import CompressionConfig, SlideConfig
 from ds_slide.errors import SlideConfigError
+from ds_slide.integration.divided_tensors import DividedTensors
 from ds_slide.integration.partitions import DeepSpeedClients
 from ds_slide.integration.refused import REMOVE
 from ds_slide.model.layout import ParameterInfo, build_layout
@@ -60,11 +61,6 @@ def assemble(
     config = settings.slide
     device = Device(torch.device(get_accelerator().current_device_name()))
     ranks = Ranks.over(process_group, device, divides_sequences=_get_sequence_parallel_world_size() > 1)
-    # The model is divided into units, and the ranks agree on the memory that each of them has.
-    unit_plans, head = divided(module, group_of, settings, ranks.world_size, precisions)
-    share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
-    carried = [each.tensor for unit_plan in unit_plans for each in unit_plan.spec.carried if not each.is_alias]
-    budgets = _agreed(_budgets(module, carried, config, device), ranks)
     if config.compression is not None and settings.trains:
         sharing = open_sharing(ranks, True, "ds_slide.compression is set for several ranks", REMOVE)
     else:
@@ -72,6 +68,13 @@ def assemble(
     kernels = None
     # The plan comes before any memory is taken; kernels come before the runtime's hooks.
     try:
+        # The model is divided into units, and the ranks agree on the memory that each of them has.
+        unit_plans, head = divided(
+            module, group_of, settings, ranks.world_size, precisions, shares_weights=sharing is not None
+        )
+        share_with(ranks.exchange(groups(), "counting the ranks in each memory control group"))
+        carried = [each.tensor for unit_plan in unit_plans for each in unit_plan.spec.carried if not each.is_alias]
+        budgets = _agreed(_budgets(module, carried, config, device), ranks)
         plan = plan_of(unit_plans, settings, budgets, shares_weights=sharing is not None)
         if device.is_cuda:
             require_page_locks(plan.host_bytes)
@@ -80,6 +83,7 @@ def assemble(
         log.debug("kernels: %s", kernels)
         clients = DeepSpeedClients(ranks.rank, process_group)
         runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
+        kernels.patches.append(DividedTensors(runtime))
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))
@@ -105,16 +109,22 @@ def divided(
     settings: RuntimeSettings,
     world_size: int,
     precisions: Precisions = MappingProxyType({}),
+    *,
+    shares_weights: bool,
 ) -> tuple[list[UnitPlan], StreamedHead | None]:
-    """Return the units of `module` in the order of their use in a forward, and the head whose rows are streamed."""
+    """Return the units of `module` in the order of their use in a forward, and the head whose rows are streamed.
+    `shares_weights`: whether several ranks read each other's host memory."""
     config, precisions = settings.slide, _with_rules(precisions, group_of, settings)
     head = find_streamed_head(module, world_size) if config.stream_head else None
     leaves = [child for child in module.modules() if z3_leaf_module(child)]
     apart = () if head is None else (head.path,)
     compressed = [parameter for parameter in group_of if settings.compresses(parameter)]
-    # The parts of other ranks, or a file, would have to be read whenever a script looks at a buffer.
-    carries = world_size == 1 and (settings.ssd is None or not settings.ssd.weights)
-    structure = find_structure(module, config.blocks, apart, leaves, precisions, compressed, carries=carries)
+    # `state_dict()` is for one rank alone, so it has to find whole buffers without the other ranks.
+    on_ssd = settings.ssd is not None and settings.ssd.weights
+    carries_buffers = world_size == 1 or (shares_weights and not on_ssd)
+    structure = find_structure(
+        module, config.blocks, apart, leaves, precisions, compressed, carries_buffers=carries_buffers
+    )
     if head is not None:
         check_streamed_head(head, structure, settings)
     if config.compression is not None and settings.trains:
@@ -178,7 +188,7 @@ def _unit_plan(
         for name, parameter in spec.parameters
     ]
     carried = [
-        ParameterInfo(each.name, tuple(each.tensor.shape), each.tensor.numel(), None, each.tensor.dtype)
+        ParameterInfo(each.name, each.shape, each.numel, None, each.tensor.dtype)
         for each in spec.carried
         if not each.is_alias
     ]

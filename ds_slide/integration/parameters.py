@@ -20,10 +20,11 @@ from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
 from ds_slide.integration import absent_parameters
 from ds_slide.integration.partitions import STOCKS_METHODS, read_left, set_availability, write_left
+from ds_slide.model.carried import Divided
 from ds_slide.model.layout import Entry, piece
 from ds_slide.report.log import size
 from ds_slide.runtime.core.context import AS_THEY_ARE, Binding
-from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.unit import CarriedTensor, Unit
 from ds_slide.runtime.engine import SlideRuntime
 from ds_slide.runtime.weights.uses import UseToken
 
@@ -142,7 +143,8 @@ class ParameterProtocol:
                     whole = self._whole(parameter)
                     set_availability([parameter], Binding.COMPUTING)
                     parameter.data = whole
-                    unit.lend_carried(parameter, self._runtime.device.torch)
+                    for each in unit.carried_with(parameter):
+                        each.tensor.data = self._whole_carried(unit, each)
                     self._gathered.add(parameter)
                     continue
                 if parameter.ds_status != ZeroParamStatus.AVAILABLE:
@@ -192,9 +194,23 @@ class ParameterProtocol:
         """Return the weights of a parameter that is not on the accelerator as a script sees it, in its shape."""
         return self.gathered(parameter, self._own(parameter).to(self._runtime.device.torch, copy=True))
 
+    def _whole_carried(self, unit: Unit, carried: CarriedTensor) -> torch.Tensor:
+        """Return a whole copy of a carried tensor on the accelerator."""
+        entry, divided = carried.entry, Divided.of(carried.tensor)
+        if divided is None:
+            own = carried.home
+        elif self._runtime.access.has_ended:
+            own = divided.own
+        else:
+            own = entry.viewed(unit.state.read("weight", entry.place), entry.partition_numel)
+        return self._joined(entry, own.to(self._runtime.device.torch, copy=True))
+
     def gathered(self, parameter: Any, own: torch.Tensor) -> torch.Tensor:
         """Return all ranks' elements of a parameter, in its shape. `own`: this rank's. Collective over the ranks."""
-        entry, world_size = self.places[parameter][1], self._runtime.parts.context.ranks.world_size
+        return self._joined(self.places[parameter][1], own)
+
+    def _joined(self, entry: Entry, own: torch.Tensor) -> torch.Tensor:
+        world_size = self._runtime.parts.context.ranks.world_size
         whole = own
         if world_size > 1:
             whole = own.new_empty(world_size * own.numel())
@@ -205,7 +221,7 @@ class ParameterProtocol:
                 own.contiguous().view(torch.uint8) if as_bytes else own,
                 group=self._group,
             )
-        return whole[: entry.numel].view(entry.shape)
+        return whole.reshape(-1)[: entry.numel].view(entry.shape)
 
     def whole_weights(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Return the whole weights of the engine's own `parameters`, each in its own memory. Collective for weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from ds_slide.checkpoint import state_buffers
 from ds_slide.errors import SlideError
 from ds_slide.integration import absent_parameters
-from ds_slide.model.carried import TRAINED_DTYPES
+from ds_slide.model.carried import TRAINED_DTYPES, Divided, packed_tensors
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.reference import encode_split
 from ds_slide.runtime.core.context import Binding
@@ -141,6 +142,13 @@ class DeepSpeedClients:
             return _of_first_rank(parameter.data, self.group).reshape(-1)[start:stop]
         return read_left(parameter.ds_tensor, entry.name)[: stop - start]
 
+    def take_carried(self, tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """Return this rank's elements of a carried tensor, in the same way."""
+        start, stop = piece(entry, self.rank)
+        if (divided := Divided.of(tensor)) is not None:
+            return divided.own[: stop - start]
+        return _of_first_rank(tensor.detach(), self.group).reshape(-1)[start:stop]
+
     def adopt(self, unit: Unit) -> None:
         """Point the parameters of `unit` at its state buffers and let go of their earlier memory."""
         parameters: Sequence[Any] = unit.parameters
@@ -215,6 +223,20 @@ def leave_to_stock(module: nn.Module) -> None:
         for method, stocks in vars(parameter).pop(STOCKS_METHODS).items():
             setattr(parameter, method, stocks)
         parameter.ds_persist = False
+    for tensor in packed_tensors(module):
+        if (divided := Divided.of(tensor)) is not None:
+            _make_whole(tensor, divided, parameter.ds_process_group)
+
+
+def _make_whole(tensor: torch.Tensor, divided: Divided, group: Any) -> None:
+    """Gather a tensor beside packed weights, which stock keeps whole on every accelerator."""
+    own = divided.own.to(get_accelerator().current_device_name()).contiguous()
+    whole = own
+    if dist.get_world_size(group) > 1:
+        whole = own.new_empty(dist.get_world_size(group) * own.numel())
+        dist.all_gather_into_tensor(whole.view(torch.uint8), own.view(torch.uint8), group=group)
+    tensor.data = whole[: prod(divided.shape)].view(divided.shape)
+    Divided.forget(tensor)
 
 
 def set_availability(parameters: Sequence[Any], binding: Binding) -> None:

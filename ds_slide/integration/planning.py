@@ -25,6 +25,7 @@ from ds_slide.integration.assemble import accumulates, autocast_is_enabled, divi
 from ds_slide.integration.contract import check_deepspeed_config, raise_all
 from ds_slide.integration.early import check_types
 from ds_slide.integration.refused import compressed_ranks_problems
+from ds_slide.model.carried import TRAINED_DTYPES
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.muon import MuonRule
 from ds_slide.plan.forecast import Room
@@ -156,7 +157,7 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
         notes.append("the JSON names no optimizer; AdamW is assumed, as scripts bring it")
     engine = _engine_of(parsed)
     model_dtype, accumulation_dtype = engine.get_data_types()
-    model.to(model_dtype)
+    convert_model(model, model_dtype)
     if model_dtype == torch.float32:
         notes.append("the model is in fp32, but times are those of products in bf16, which are several times as fast")
     steps = parsed.gradient_accumulation_steps
@@ -174,10 +175,16 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
         rule=rule,
         ranks=room.ranks,
     )
-    unit_plans, _ = divided(model, group_of, settings, room.ranks)
     shares = room.ranks > 1 and slide.share_weights is not False
+    unit_plans, _ = divided(model, group_of, settings, room.ranks, shares_weights=shares)
     plan = plan_of(unit_plans, settings, _budgets(slide, room), shares_weights=shares)
     return Planned(plan, plan.needs, settings, unit_plans, steps, raw, notes)
+
+
+def convert_model(model: Any, dtype: torch.dtype) -> Any:
+    """Convert parameters and buffers to the run's data type, but no packed weights in fp8."""
+    castable = (*TRAINED_DTYPES, torch.float64)
+    return model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype in castable else tensor)
 
 
 def _engine_of(parsed: DeepSpeedConfig) -> Any:

@@ -2,7 +2,8 @@
 beside packed parameters.
 
     buffers                GPTQ's and AWQ's `qweight`, `qzeros`, `scales`, `g_idx`
-    `weight.quant_state`   bitsandbytes, 4 bits: absmax, and with double quantisation the nested absmax
+    `weight.quant_state`   bitsandbytes, 4 bits: absmax, and with double quantisation the nested absmax; beside a 3-D
+                           parameter (`replace_parameter_4bit`) the parametrization has it
     `SCB`, `CB`            bitsandbytes, 8 bits: the scales of the rows, and a second tensor on the weight's memory
 
 Only large tensors are worth a place in the block (`LEAST_BYTES`). The smaller ones stay on the accelerator.
@@ -13,16 +14,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 TRAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The data types that parameters may be trained in."""
 
 # A page. Codes of 16 or 256 numbers and offsets are below it; the absmax of a matrix of 512 x 128 is not.
 LEAST_BYTES = 4096
+
+
+_DIVIDED = "ds_slide_divided"
+"""Attribute of a tensor that is empty while its block is not bound, because no memory of this rank has it whole. It
+outlives the engine, as `ds_tensor` of a parameter does."""
+
+
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """What such a tensor stands for."""
+
+    shape: tuple[int, ...]
+    own: torch.Tensor
+    """This rank's elements, flat, with its padding. Empty where they are on SSD."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Divided | None:
+        """Return what the tensor stands for; None for a tensor that has its elements."""
+        return getattr(tensor, _DIVIDED, None)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        setattr(tensor, _DIVIDED, self)
+
+    @staticmethod
+    def forget(tensor: torch.Tensor) -> None:
+        """Note that the tensor has its elements again."""
+        vars(tensor).pop(_DIVIDED, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +68,17 @@ class Carried:
     """Whether it is on the memory of that parameter, and so needs no bytes of its own."""
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        divided = Divided.of(self.tensor)
+        return tuple(self.tensor.shape) if divided is None else divided.shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return 0 if self.is_alias else self.tensor.numel() * self.tensor.element_size()
+        return 0 if self.is_alias else self.numel * self.tensor.element_size()
 
 
 def find_carried(root: nn.Module) -> dict[nn.Module, list[Carried]]:
@@ -83,7 +122,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Carried]:
         if parameter is None or parameter.requires_grad:
             continue
         for attribute, tensor in _beside(module, parameter):
-            if tensor.nbytes >= LEAST_BYTES:
+            if _is_large(tensor):
                 yield Carried(f"{prefix}{name}.{attribute}", tensor, parameter)
         for holder in (parameter, getattr(module, "state", None)) if hasattr(parameter, "CB") else ():
             if isinstance(alias := getattr(holder, "CB", None), torch.Tensor) and alias is not parameter:
@@ -96,7 +135,7 @@ def _packed_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     large = [
         (name, buffer)
         for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.nbytes >= LEAST_BYTES and name not in module._non_persistent_buffers_set
+        if buffer is not None and _is_large(buffer) and name not in module._non_persistent_buffers_set
     ]
     if any(buffer.dtype not in TRAINED_DTYPES for _, buffer in large):
         yield from large
@@ -105,6 +144,8 @@ def _packed_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _beside(module: nn.Module, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors that bitsandbytes keeps beside a packed parameter."""
     state = getattr(parameter, "quant_state", None)
+    if isinstance(module, ParametrizationList):  # a 3-D parameter of experts: its packed bytes are `original`
+        state = next((getattr(each, "quant_state", None) for each in module), None)
     nested = getattr(state, "state2", None)
     places = [(state, "absmax"), (state, "code"), (state, "offset"), (nested, "absmax"), (nested, "code")]
     if hasattr(parameter, "SCB"):  # the first forward moves them from the parameter to the module
@@ -115,5 +156,9 @@ def _beside(module: nn.Module, parameter: Any) -> Iterator[tuple[str, torch.Tens
             yield f"nested_{attribute}" if holder is nested else attribute, tensor
 
 
+def _is_large(tensor: torch.Tensor) -> bool:
+    return Carried("", tensor).nbytes >= LEAST_BYTES
+
+
 def _can_move(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_contiguous() and tensor.device.type != "meta"
+    return tensor.layout is torch.strided and tensor.is_contiguous()

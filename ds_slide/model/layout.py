@@ -127,7 +127,7 @@ class UnitLayout:
     segments: tuple[Segment, ...]
     """Spans of one group each; they cover [0, trainable_numel) without gaps."""
     carried: tuple[Entry, ...] = ()
-    """Places of frozen tensors that are no parameters, behind all parameters. With one rank only."""
+    """Places of frozen tensors that are no parameters, behind all parameters."""
 
 
 def align_up(numel: int) -> int:
@@ -157,13 +157,11 @@ def pieces(layout: UnitLayout) -> Iterator[tuple[int, slice, slice]]:
 def build_layout(
     parameters: Sequence[ParameterInfo], world_size: int, itemsize: int = 1, carried: Sequence[ParameterInfo] = ()
 ) -> UnitLayout:
-    """Lay `parameters` out for `world_size` ranks, and behind them the frozen tensors `carried`, kept as bytes, for one
-    rank. `itemsize`: bytes of an element of the unit, which tensors that are kept as bytes need. Raises ValueError when
-    `world_size` is below one, or above one with carried tensors."""
+    """Lay `parameters` out for `world_size` ranks, and behind them the frozen tensors `carried`, kept as bytes.
+    `itemsize`: bytes of an element of the unit, which tensors that are kept as bytes need. Raises ValueError when
+    `world_size` is below one."""
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; a layout needs at least one rank")
-    if carried and world_size > 1:
-        raise ValueError(f"world_size is {world_size}, but tensors that are no parameters have no parts")
     return _in_order(sorted(parameters, key=_group_order), world_size, itemsize, carried)
 
 

@@ -130,7 +130,7 @@ def find_structure(
     precisions: Precisions = MappingProxyType({}),
     compressed: Collection[nn.Parameter] = (),
     *,
-    carries: bool = True,
+    carries_buffers: bool = True,
 ) -> ModelStructure:
     """Split `module` into blocks and outer modules.
 
@@ -142,11 +142,11 @@ def find_structure(
     module paths of outer modules whose own parameters are a unit by themselves, even if they are few. `undivided`:
     modules whose lists are no layer lists: ranks may run different layers of them, at different times. `compressed`:
     parameters whose gradients are compressed, where they are in a block and in its precision. The block keeps at least
-    one parameter. `carries`: whether frozen tensors that are no parameters move with their blocks.
+    one parameter. `carries_buffers`: whether packed weights in buffers move with their blocks.
     """
     ownership = Ownership(module)
     lists = find_lists(module, ownership, undivided) if blocks == "auto" else named_lists(module, blocks, ownership)
-    return _Split(ownership, frozenset(apart), precisions, frozenset(compressed), carries).of(module, lists)
+    return _Split(ownership, frozenset(apart), precisions, frozenset(compressed), carries_buffers).of(module, lists)
 
 
 # Units ---------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class _Split:
     apart: frozenset[str]
     precisions: Precisions
     compressed: frozenset[nn.Parameter]
-    carries: bool
+    carries_buffers: bool
 
     def of(self, root: nn.Module, lists: Sequence[LayerList]) -> ModelStructure:
         layers = [layer for layer_list in lists for layer in layer_list.layers]
@@ -238,7 +238,7 @@ class _Split:
                 each
                 for child in layer.modules()
                 for each in found.get(child, ())
-                if (each.is_alias or self.carries) and self.ownership.paths_to_module[id(child)] == 1
+                if (each.of is not None or self.carries_buffers) and self.ownership.paths_to_module[id(child)] == 1
             )
             for path, layer in layers
         }

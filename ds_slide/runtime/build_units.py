@@ -194,7 +194,8 @@ def load_weights(unit: Unit, context: Context) -> None:
                 weight[entry.offset : entry.offset + items.numel()].copy_(items)
         for each in unit.carried:
             if each.entry in unit.layout.carried:  # not the second name of a parameter's memory
-                weight[each.entry.place].copy_(each.entry.stored(each.tensor.detach().reshape(-1), weight.dtype))
+                items = each.entry.stored(context.clients.take_carried(each.tensor, each.entry), weight.dtype)
+                weight[each.entry.offset : each.entry.offset + items.numel()].copy_(items)
         if any(spec.name == "remainder" and spec.dtype.is_floating_point for spec in state.specs):
             state.write("remainder", slice(0, numel), weight[:numel].float())
         if unit.resident is not None and context.ranks.world_size == 1:

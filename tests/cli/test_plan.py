@@ -336,6 +336,22 @@ def test_an_adapter_needs_states_for_what_it_trains(
     assert 2 * host_bytes("--adapter", tmp_path) < host_bytes()
 
 
+def test_a_packed_base_needs_less_memory_and_more_time(
+    ds_slide: Callable[..., Any], config: Callable[..., Path]
+) -> None:
+    path = config(ds_slide={"enabled": True, "gpu_states": 0})
+
+    def plan(*options: object) -> Any:
+        return ds_slide("plan", "--deepspeed_config", path, *TWO_BLOCKS, *ROOM, *H200, *options, "--json")
+
+    answers = {kind: plan("--lora", 4, "--quantization", kind).answer for kind in ("none", "nf4", "int8")}
+    host = {kind: answer["tiers"]["host"]["entries"]["placed by the plan"] for kind, answer in answers.items()}
+    assert host["nf4"] < host["int8"] < host["none"]
+    assert answers["nf4"]["lanes"]["compute"] > answers["none"]["lanes"]["compute"]
+    refused = plan("--quantization", "nf4")
+    assert refused.code == 1 and "name with --lora what trains beside them" in refused.error
+
+
 def test_what_is_no_adapter(ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.mkdir()

@@ -273,12 +273,17 @@ def test_tensors_of_any_data_type_come_back_from_their_bytes(
         assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
 
-def test_carried_tensors_lie_behind_the_parameters_of_one_rank() -> None:
+def test_carried_tensors_lie_behind_the_parameters() -> None:
     trained, beside = ParameterInfo("trained", (3,), 3, 0), ParameterInfo("beside", (5,), 5, None, torch.int32)
     layout = build_layout([trained], 1, 2, [beside])
     assert [entry.name for entry in layout.entries] == ["trained"]
     (entry,) = layout.carried
     assert entry.place == slice(ALIGNMENT, ALIGNMENT + 10) and layout.local_numel == 2 * ALIGNMENT
     assert with_later(layout, {}) == layout
-    with pytest.raises(ValueError, match="world_size is 2, but"):
-        build_layout([trained], 2, 2, [beside])
+    layout = build_layout([trained], 2, 2, [beside])
+    (entry,) = layout.carried
+    assert entry.place == slice(ALIGNMENT, ALIGNMENT + 6) and entry.slot_place.stop - entry.slot_place.start == 10
+    assert [(rank, place) for rank, own, place in pieces(layout) if own.start == ALIGNMENT] == [
+        (0, slice(ALIGNMENT, ALIGNMENT + 6)),
+        (1, slice(ALIGNMENT + 6, ALIGNMENT + 10)),
+    ]

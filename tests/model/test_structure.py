@@ -517,4 +517,4 @@ def test_buffers_of_packed_weights_are_found_and_move_with_their_block() -> None
     assert {"layers.1.norm.weight", "layers.1.norm.bias"} == blocks[1].as_bytes
     model.layers[2].packed = model.layers[1].packed
     assert not find_structure(model).blocks[2].carried
-    assert not find_structure(model, carries=False).blocks[0].carried
+    assert not find_structure(model, carries_buffers=False).blocks[0].carried

@@ -30,6 +30,11 @@ from ds_slide.report import drawing
 ELSEWHERE = "h200-16-cores"
 """The ceilings for a GPU that this machine does not have, where no option names others."""
 
+WIDENED = (
+    "packed weights are taken to be widened to bf16 for each product, by a kernel at the memory's pace; experts in 3-D "
+    "parameters stay in bf16"
+)
+
 
 def run(arguments: argparse.Namespace, lines: list[str]) -> int:
     """Append the answer to `lines`. Return 0 where it fits, 1 where it does not. Raises SlideError for a run that
@@ -101,6 +106,14 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     shape = ModelShape.named(arguments.model)
     if arguments.adapter is not None:
         shape = replace(shape, adapter=read_adapter(arguments.adapter))
+    if arguments.quantization != "none":
+        if shape.adapter is None:
+            raise SlideConfigError(
+                f"--quantization {arguments.quantization} packs weights, which are frozen then; name with --lora what "
+                "trains beside them"
+            )
+        shape = replace(shape, quantization=arguments.quantization)
+        notes.append(WIDENED)
     positions = getattr(shape.config, "max_position_embeddings", None)
     if positions is not None and arguments.seq > positions:
         notes.append(f"the model's config.json has {positions:,} positions, and the sequence {arguments.seq:,} tokens")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_slide.cli.planning.quantization import pack
 from ds_slide.errors import SlideConfigError
 
 PRESETS = Path(__file__).resolve().parents[2].joinpath("configs", "models")
@@ -26,11 +27,13 @@ def preset_names() -> list[str]:
 @dataclass(frozen=True)
 class ModelShape:
     """A causal language model by its config. `name`: a preset's name, or the directory. `adapter`: PEFT's config of the
-    trained part beside frozen weights; None where all weights are trained."""
+    trained part beside frozen weights; None where all weights are trained. `quantization`: how the frozen weights are
+    packed (`ds_slide.cli.planning.quantization`)."""
 
     name: str
     config: Any
     adapter: Any = None
+    quantization: str = "none"
 
     @classmethod
     def named(cls, name: str) -> ModelShape:
@@ -63,6 +66,8 @@ class ModelShape:
             raise SlideConfigError(
                 f"--model {self.name} cannot be built as a causal language model ({str(error).splitlines()[0]})"
             ) from error
+        if self.quantization != "none":
+            pack(model, self.quantization)
         if self.adapter is not None:
             try:
                 with torch.device("meta"):
@@ -73,13 +78,17 @@ class ModelShape:
 
     @cached_property
     def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.build().parameters())
+        """The parameters of the model as it is trained without adapters and packing."""
+        plain = replace(self, adapter=None, quantization="none")
+        return sum(parameter.numel() for parameter in plain.build().parameters())
 
     def family(self) -> list[ModelShape]:
         """Return the presets of the same kind, the largest first."""
         found = [ModelShape.named(name) for name in preset_names()]
         same = [
-            replace(shape, adapter=self.adapter) for shape in found if shape.config.model_type == self.config.model_type
+            replace(shape, adapter=self.adapter, quantization=self.quantization)
+            for shape in found
+            if shape.config.model_type == self.config.model_type
         ]
         return sorted(same, key=lambda shape: -shape.parameters)
 

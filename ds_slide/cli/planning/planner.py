@@ -14,7 +14,7 @@ from ds_slide.cli.planning.inputs import Inputs
 from ds_slide.cli.planning.model import ModelShape, set_checkpointing
 from ds_slide.cli.planning.steady import Question, Spare, decide
 from ds_slide.config import CONFIG_KEY
-from ds_slide.integration.planning import Planned, filled, plan_json
+from ds_slide.integration.planning import Planned, convert_model, filled, plan_json
 from ds_slide.patching.apply import apply_kernels
 from ds_slide.plan.ceilings import Ceilings
 from ds_slide.plan.forecast import Activations, Forecast, Room
@@ -140,7 +140,8 @@ class Planner:
         key = (run, checkpointing, batch, request.seq, request.room.gpu)
         if key not in self._traces:
             if run not in self._prepared:
-                model = request.shape.build().to(next(self._bare[name].parameters()).dtype)
+                # The embedding comes first: it is not packed.
+                model = convert_model(request.shape.build(), next(self._bare[name].parameters()).dtype)
                 if on_gpu:
                     apply_kernels(model, slide.kernels, "cuda")
                 if slide.stream_head:

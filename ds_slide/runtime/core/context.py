@@ -52,6 +52,9 @@ class Clients(Protocol):
         """Return this rank's elements of a parameter that is not the engine's yet, flat ([<= partition_numel]), on any
         device."""
 
+    def take_carried(self, tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """Return this rank's elements of a carried tensor, in the same way."""
+
     def adopt(self, unit: Unit) -> None:
         """Free what the unit's parameters held: its state buffers hold the weights now."""
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_slide.compression.codec import GradientCodec
 from ds_slide.errors import SlideError
+from ds_slide.model.carried import Divided
 from ds_slide.model.layout import Entry, UnitLayout
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.settings import UnitPlan
@@ -277,14 +278,18 @@ class Unit:
             return [entry.viewed(buffer[entry.slot_place], entry.numel).view(entry.shape) for entry in places]
 
     def find_carried_home(self) -> None:
-        """Point the carried tensors to the state buffer of the weights, which has a new place, or is there at last."""
+        """Point the carried tensors to the state buffer of the weights, which has a new place, or is there at last.
+        They are as empty as parameters between forwards where that buffer is on SSD, or has this rank's part alone."""
         for each in self.carried:
-            if each.entry in self.layout.entries:  # a second name of a parameter's memory is as empty as the parameter
-                each.home = each.tensor.data.new_empty(0)
-            else:
-                view = self.state.weights.buffer.view(each.entry.place)
-                assert view is not None  # they are not carried where weights may be on SSD
-                each.home = each.entry.viewed(view, each.entry.numel).view(each.entry.shape)
+            each.home = torch.empty(0, dtype=each.tensor.dtype)
+            if each.entry not in self.layout.entries:  # not a second name of a parameter's memory
+                view, entry = self.state.weights.buffer.view(each.entry.place), each.entry
+                if view is not None and self.layout.world_size == 1:
+                    Divided.forget(each.tensor)
+                    each.home = entry.viewed(view, entry.numel).view(entry.shape)
+                else:
+                    own = each.home if view is None else entry.viewed(view, entry.partition_numel)
+                    Divided(entry.shape, own).note(each.tensor)
             each.tensor.data = each.home
 
     def bind_carried(self, views: Sequence[torch.Tensor]) -> None:
@@ -301,15 +306,22 @@ class Unit:
         for each in self.carried:
             each.require_unchanged(self.name)
 
-    def lend_carried(self, parameter: nn.Parameter, device: torch.device) -> None:
-        """Bring copies of what is read together with a gathered parameter to `device`."""
-        for each in self.carried:
-            if each.of is parameter and each.home.numel():
-                each.tensor.data = each.home.to(device)
+    def carried_with(self, parameter: nn.Parameter) -> list[CarriedTensor]:
+        """Return what is read together with a parameter and is in memory of its own."""
+        return [each for each in self.carried if each.of is parameter and each.entry not in self.layout.entries]
 
     def note_carried_writes(self) -> None:
-        """Let the weights be fetched again where a script has written a carried tensor between forwards."""
-        if any(each.version != each.tensor._version for each in self.carried):
+        """Let the weights be fetched again where a script has written a carried tensor between forwards. Raises
+        SlideError where it was empty then."""
+        written = [each for each in self.carried if each.version != each.tensor._version]
+        for each in written:
+            if Divided.of(each.tensor) is not None:
+                each.version = each.tensor._version
+                raise SlideError(
+                    f"{each.entry.name} was written between forwards, when it is empty, because it is on SSD or each "
+                    "rank has a part of it; write it with load_state_dict, on all ranks"
+                )
+        if written:
             self.version += 1
 
 
@@ -325,6 +337,18 @@ class CarriedTensor:
         """Its memory while the block is not bound."""
         self.version = tensor._version
         """Autograd's count of its writes, when it was bound last."""
+        self.is_lent = False
+        """Whether it has memory of its own between forwards, for a script."""
+
+    def lend(self, whole: torch.Tensor) -> None:
+        """Give it memory of its own until `take_back`."""
+        self.tensor.data = whole
+        self.is_lent, self.version = True, self.tensor._version
+
+    def take_back(self) -> None:
+        """Take that memory away."""
+        self.tensor.data = self.home
+        self.is_lent, self.version = False, self.tensor._version
 
     def require_unchanged(self, unit: str) -> None:
         """Raise SlideError where the tensor has been written in place since it was bound."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,53 @@ def test_an_adapter_is_what_an_engine_takes() -> None:
     config = ds_config({})
     planned = plan_json(shape.build(), filled(copy.deepcopy(config), None, 1)[0], ROOM)
     model = peft.get_peft_model(bare, peft.LoraConfig(r=4, target_modules="all-linear"))
+    with engine_for(model, config) as engine:
+        parts = engine.optimizer.runtime.parts
+        assert planned.plan.allocations == parts.plan.allocations
+        assert planned.plan.host_bytes == parts.context.memory.total_bytes
+
+
+SHAPE = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512}
+WITH_BITSANDBYTES = [
+    pytest.mark.clients,
+    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="no bitsandbytes"),
+]
+
+
+def quantized(kind: str, folder: Path) -> Any:
+    """A small model that a library has packed."""
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    bare = llama(**SHAPE).bfloat16()
+    if kind == "fp8":
+        for layer in bare.model.layers:
+            for parent in list(layer.modules()):
+                for name, child in list(parent.named_children()):
+                    if type(child) is torch.nn.Linear:
+                        packed = FP8Linear(child.in_features, child.out_features, block_size=(128, 128))
+                        torch.nn.init.zeros_(packed.weight_scale_inv)
+                        setattr(parent, name, packed)
+        return bare.requires_grad_(False)
+    bare.save_pretrained(folder)
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": kind == "nf4-double"}
+    options = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True} | four
+    config = BitsAndBytesConfig(**options)
+    return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "kind", ["fp8", *(pytest.param(each, marks=WITH_BITSANDBYTES) for each in ("nf4", "nf4-double", "int8"))]
+)
+def test_a_packed_base_is_what_an_engine_takes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import peft
+
+    monkeypatch.setattr("ds_slide.model.carried.LEAST_BYTES", 256)  # the model is small, so its scales are
+    shape = ModelShape("small", llama(**SHAPE).config, read_adapter("4"), kind)
+    config = ds_config({"window": 3, "gpu_states": 0})
+    planned = plan_json(shape.build(), filled(copy.deepcopy(config), None, 1)[0], ROOM)
+    model = peft.get_peft_model(quantized(kind, tmp_path), peft.LoraConfig(r=4, target_modules="all-linear"))
     with engine_for(model, config) as engine:
         parts = engine.optimizer.runtime.parts
         assert planned.plan.allocations == parts.plan.allocations

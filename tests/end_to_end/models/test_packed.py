@@ -3,7 +3,7 @@
 The window is smaller than the model, and an evaluation between forward and backward gives the blocks other slots: what
 a library keeps for backward by itself must not be the content of a slot.
 
-bitsandbytes is not among the packages of `make test`; the client environment `trl` has it (`make test-clients`).
+bitsandbytes is not among the packages of `make test`; it has a client environment (`make test-clients`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.activation import move_all_but_parameters
 
 WINDOW = {"window": 3, "gpu_states": 0}
+ON_SSD = {"window": 2, "gpu_states": 0, "host_memory": 0}
 STEPS = 2
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+AS_CLIENTS = [pytest.param(kind, WINDOW, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES]
 KINDS = [*PLAIN, *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES)]
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -90,10 +92,11 @@ def test_what_is_beside_packed_weights_moves_with_the_block(kind: str) -> None:
         assert block.dtype == (torch.bfloat16 if kind == "mixed" else torch.uint8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_continues_to_the_bit(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "slide"), [*((kind, WINDOW) for kind in PLAIN), ("buffers", ON_SSD), *AS_CLIENTS])
+def test_a_resumed_run_continues_to_the_bit(kind: str, slide: dict[str, int], disk: Path, tmp_path: Path) -> None:
     """And the checkpoint holds the packed weights once: tensors in a block are views of a state buffer."""
-    with engine_for(packed_model(kind), ds_config(WINDOW)) as engine:
+    config = on_ssd(ds_config(slide), disk) if slide is ON_SSD else ds_config(slide)
+    with engine_for(packed_model(kind), config) as engine:
         first = train(engine, batches(STEPS)[:1], forward_between)
         engine.save_checkpoint(tmp_path)
     model = packed_model(kind)
@@ -101,7 +104,7 @@ def test_a_resumed_run_continues_to_the_bit(kind: str, tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad or "norm" in name:
                 parameter.zero_()
-    with engine_for(model, ds_config(WINDOW)) as engine:
+    with engine_for(model, config) as engine:
         # bitsandbytes' layers save the states of their weights, but load none. Trainer loads like this, too.
         engine.load_checkpoint(tmp_path, load_module_strict=False)
         result = train(engine, batches(STEPS)[1:], forward_between)
@@ -118,11 +121,16 @@ def test_a_resumed_run_continues_to_the_bit(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["ssd", "gpu", pytest.param("two passes", marks=pytest.mark.slow)])
 def test_places_change_no_bit(kind: str, way: str, disk: Path) -> None:
     config = {
-        "ssd": lambda: on_ssd(ds_config({"window": 2, "gpu_states": 0}), disk),
+        "ssd": lambda: on_ssd(ds_config(ON_SSD), disk),
         "gpu": lambda: ds_config({"gpu_states": 2_000_000}),
         "two passes": lambda: ds_config({"window": 2, "gpu_states": 0, "update_passes": 2}),
     }[way]()
-    assert differences(trained(kind, config), streamed(kind)) == []
+    model = packed_model(kind)
+    with engine_for(model, config) as engine:
+        assert (engine.optimizer.runtime.blocks[2].state.weights.buffer.tier == "ssd") == (way == "ssd")
+        result = train(engine, batches(STEPS), forward_between)
+        result.states = states_of(model)
+    assert differences(result, streamed(kind)) == []
 
 
 def test_buffers_are_whole_between_forwards_and_after_the_engine() -> None:
@@ -141,6 +149,33 @@ def test_buffers_are_whole_between_forwards_and_after_the_engine() -> None:
     with engine_for(model, ds_config(WINDOW)) as engine:
         train(engine, batches(1))
         assert as_expected(dict(model.named_buffers()))
+
+
+def test_buffers_on_ssd_are_read_and_written_by_state_dicts(disk: Path) -> None:
+    """Between forwards they are as empty as parameters. A checkpoint that is loaded brings other values."""
+    model, other = packed_model("buffers"), packed_model("buffers")
+    for layer in other.model.layers:
+        layer.mlp.gate_proj.scales.mul_(2.0)
+    saved, new = ({name: each.clone() for name, each in some.state_dict().items()} for some in (model, other))
+    with engine_for(other, ds_config(WINDOW)) as engine:
+        expected = train(engine, batches(1)).losses
+    with engine_for(model, on_ssd(ds_config(ON_SSD), disk)) as engine:
+        unit, buffer = engine.optimizer.runtime.blocks[2], model.model.layers[1].mlp.gate_proj.scales
+        assert unit.state.weights.buffer.tier == "ssd" and len(unit.carried) >= 7
+        engine(**batches(1)[0])
+        found = {name: each for name, each in model.state_dict().items() if each.numel()}
+        assert {name.rpartition(".")[2] for name in found} >= {"qweight", "scales", "qzeros"}
+        assert all(torch.equal(each, saved[name]) for name, each in found.items())
+        assert not buffer.numel()
+        model.load_state_dict({name: new[name] for name in found if "scales" in name}, strict=False)
+        assert not buffer.numel() and torch.equal(
+            model.state_dict()["model.layers.1.mlp.gate_proj.scales"],
+            2.0 * found["model.layers.1.mlp.gate_proj.scales"],
+        )
+        assert train(engine, batches(1)).losses == expected
+        buffer.mul_(2.0)
+        with pytest.raises(SlideError, match=r"scales was written between forwards, when it is empty"):
+            engine(**batches(1)[0])
 
 
 def test_packed_weights_in_buffers_wait_for_the_engine() -> None:

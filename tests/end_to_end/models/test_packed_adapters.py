@@ -16,6 +16,13 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.clients]
 
+
+@pytest.fixture(autouse=True)
+def small_tensors_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are small, so tensors beside their packed weights are."""
+    monkeypatch.setattr("ds_slide.model.carried.LEAST_BYTES", 256)
+
+
 WINDOW = {"window": 3, "gpu_states": 0}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 BASES: dict[str, dict[str, Any]] = {
@@ -34,6 +41,7 @@ CASES: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
     "storage": ("nf4 in bf16", False, False, {"use_rslora": True}),
     "int8": ("int8", False, True, {}),
     "experts": ("nf4", True, False, EXPERTS),
+    "packed experts": ("nf4 double", True, True, {"target_modules": ["q_proj", "v_proj"]}),
 }
 
 
@@ -62,11 +70,17 @@ def base_of(name: str, path: Path) -> nn.Module:
 
 
 def adapted(case: str, saved: dict[bool, Path]) -> nn.Module:
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     base, mixture, checkpointed, options = CASES[case]
+    model = base_of(base, saved[mixture])
+    if case == "packed experts":
+        for layer in model.model.layers:
+            for name in ("gate_up_proj", "down_proj"):
+                replace_parameter_4bit(layer.mlp.experts, name, compress_statistics=True)
     model = prepare_model_for_kbit_training(
-        base_of(base, saved[mixture]),
+        model,
         use_gradient_checkpointing=checkpointed,
         gradient_checkpointing_kwargs={"use_reentrant": False},
     )
@@ -88,6 +102,11 @@ def test_losses_and_states_are_plain_torchs(case: str, saved: dict[bool, Path]) 
     plain = plain_training(cast(adapted(case, saved)), batches(2), 1.0, loss_of=forward_between)
     model = adapted(case, saved)
     with engine_for(model, ds_config(WINDOW)) as engine:
+        if case == "packed experts":  # 8 experts of 64 x 128 x 3
+            places = {entry.name: entry.numel for entry in engine.optimizer.runtime.blocks[2].layout.entries}
+            packed = [numel for name, numel in places.items() if "experts.parametrizations" in name]
+            beside = [each.name for each in engine.optimizer.runtime.blocks[2].spec.carried if "experts" in each.name]
+            assert sum(packed) == 8 * 64 * 128 * 3 // 2 and len(beside) == 4
         found = train(engine, batches(2), forward_between)
         found.states = states_of(model)
     assert differences(found, plain) == []

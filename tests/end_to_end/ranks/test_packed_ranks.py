@@ -16,7 +16,7 @@ from packed_ranks_worker import STEPS, WAYS
 
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 KINDS = [
-    *(pytest.param(kind, marks=pytest.mark.slow) if kind == "buffers" else kind for kind in PLAIN),
+    *(pytest.param(kind, marks=pytest.mark.slow) if kind == "mixed" else kind for kind in PLAIN),
     *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES),
 ]
 
@@ -27,6 +27,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kinds = dict.fromkeys(row["kind"] for row in two_ranks.asked_for(request))
     # gloo gathers no fp8, which stock would ask of it.
     runs = [(kind, way) for kind in kinds for way in WAYS if (kind, way) != ("fp8", "stock")]
+    # Elsewhere the ways of parameters are tested.
+    runs = [(kind, way) for kind, way in runs if kind in BITSANDBYTES or way not in ("ssd", "gpu")]
     return two_ranks.run("packed_ranks_worker.py", tmp_path_factory.mktemp("ranks"), json.dumps(runs))
 
 
@@ -38,7 +40,11 @@ def result(seen: dict[str, Any], name: str) -> Result:
 def test_the_ways_of_weights_change_no_bit(kind: str, seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         assert len(rank[f"{kind} shared"]["losses"]) == STEPS
-        assert differences(result(rank, f"{kind} shared"), result(rank, f"{kind} gathered")) == []
+        for way in ("gathered", "ssd", "gpu") if kind in BITSANDBYTES else ("gathered",):
+            assert differences(result(rank, f"{kind} {way}"), result(rank, f"{kind} shared")) == [], way
+        again = rank[f"{kind} shared again"]
+        assert again == rank[f"{kind} gathered again"]
+        assert len(again["losses"]) == STEPS and again["resumed"] == again["losses"][1:]
     states = [Result(states=rank[f"{kind} shared"]["states"]) for rank in seen]
     assert differences(*states) == []
 
@@ -53,3 +59,19 @@ def test_losses_and_packed_weights_are_stocks(kind: str, seen: list[dict[str, An
                 found = rank[f"{kind} shared"]["states"][name]["weight"]
                 assert found.dtype == states["weight"].dtype
                 assert torch.equal(found.view(torch.uint8), states["weight"].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("fp8", "mixed")])
+def test_what_is_beside_packed_weights_is_divided(kind: str, seen: list[dict[str, Any]]) -> None:
+    """Buffers move where one rank can read all parts: `state_dict` is no collective."""
+    for rank in seen:
+        buffers = kind == "buffers"
+        for way in ("shared", "gathered") if buffers else ("shared", "gathered", "ssd"):
+            found = rank[f"{kind} {way}"]
+            if buffers and way != "shared":
+                assert not found["moves"] and all(each.numel() for each in found["between"].values())
+                continue
+            assert found["moves"] and not any(each.numel() for each in found["between"].values())
+            for name, whole in found["whole"].items():
+                if name != "weight.CB":
+                    assert torch.equal(found["saved" if buffers else "gathered"][name], whole), name
