@@ -32,8 +32,6 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
 _RESTART = 2
 """The iteration at which `gram` computes its product of the matrix anew, so that errors do not add up."""
-_MOONLIGHT = 0.2
-"""The root mean square of an update by AdamW, which Moonlight (arXiv 2502.16982) gives to Muon's."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,8 @@ class Matrices(NamedTuple):
         """Return the factor of the orthogonal update. "deepspeed": sqrt(max(1, rows / columns)). "moonlight":
         0.2 * sqrt(max(rows, columns))."""
         if rule == "moonlight":
-            return _MOONLIGHT * math.sqrt(max(self.shape[1:]))
+            # 0.2: the root mean square of AdamW's update, which Moonlight (arXiv 2502.16982) gives to Muon's.
+            return 0.2 * math.sqrt(max(self.shape[1:]))
         rows, columns = self.scaled_by
         return math.sqrt(rows / columns) if rows > columns else 1.0
 

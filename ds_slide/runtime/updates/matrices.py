@@ -25,6 +25,7 @@ import torch
 
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.optim.low_precision import CHUNK
 from ds_slide.optim.muon import Matrices, MuonHyper, orthogonal
 from ds_slide.optim.reference import encode_split
 from ds_slide.optim.rounding import random_bits, round_bf16
@@ -37,9 +38,6 @@ from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep
 from ds_slide.store.state_buffers import StateBuffers
 from ds_slide.store.tiers import Held
 from ds_slide.store.way_back import WayBack
-
-_PIECE = 1 << 22
-"""Elements whose random bits are made at once: a temporary has 32 MiB."""
 
 
 class MatrixUpdates:
@@ -106,8 +104,8 @@ class MatrixUpdates:
         A momentum in bf16 is rounded stochastically, by bits of (unit, step, element)."""
         stored = unit.state.raw("momentum_buffer", run)
         momentum = self._up(stored).lerp_(gradient, 1.0 - hyper.momentum)
-        for start in range(0, stored.numel(), _PIECE):
-            values, place = momentum[start : start + _PIECE], stored[start : start + _PIECE]
+        for start in range(0, stored.numel(), CHUNK):
+            values, place = momentum[start : start + CHUNK], stored[start : start + CHUNK]
             if stored.dtype == torch.bfloat16:
                 random = random_bits(unit.order, hyper.step, run.start + start, values.numel(), values.device) >> 16
                 values = round_bf16(values, random)
