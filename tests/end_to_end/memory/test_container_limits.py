@@ -126,8 +126,8 @@ def test_a_control_group_above_this_one_refuses_before_memory_is_taken(runs: Run
 def test_what_fits_the_control_group_trains(runs: Runs) -> None:
     result = runs.in_group("roomy")
     assert "error" not in result and len(result["losses"]) == 1
-    # It was in the group, and could not have been in the other.
-    assert peak(runs.groups["roomy"]) > result["states"] > peak(runs.groups["tight"])
+    # It was in the group, and could not have been in the other. Pages that nothing has written do not count there.
+    assert peak(runs.groups["roomy"]) > 0.95 * result["states"] > peak(runs.groups["tight"])
 
 
 def test_a_limit_of_the_address_space_refuses_before_memory_is_taken(runs: Runs) -> None:
