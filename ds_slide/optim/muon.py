@@ -30,8 +30,6 @@ ScaleRule = Literal["deepspeed", "moonlight"]
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
-_RESTART = 2
-"""The iteration at which `gram` computes its product of the matrix anew, so that errors do not add up."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +194,10 @@ def _by_products(x: torch.Tensor) -> torch.Tensor:
 
 
 def _by_gram(x: torch.Tensor) -> torch.Tensor:
+    restart = 2  # the iteration that computes the product of the matrix anew, so that errors do not add up
     gram, product = x @ x.mT, None
     for step in range(_STEPS):
-        if step == _RESTART:
+        if step == restart:
             assert product is not None
             x = product @ x
             gram, product = x @ x.mT, None
@@ -208,7 +207,7 @@ def _by_gram(x: torch.Tensor) -> torch.Tensor:
             product.diagonal(dim1=-2, dim2=-1).add_(_A)
         else:
             product = torch.baddbmm(product, z, product, beta=_A)
-        if step + 1 not in (_RESTART, _STEPS):
+        if step + 1 not in (restart, _STEPS):
             half = torch.baddbmm(gram, z, gram, beta=_A)
             gram = torch.baddbmm(half, z, half, beta=_A)
     assert product is not None

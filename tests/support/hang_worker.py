@@ -163,7 +163,7 @@ class HangRun(Run):
                     before = watchdog._since
                     self.note("stopped", True)
                     os.kill(os.getpid(), signal.SIGSTOP)
-                    has_stood(before + watchdog._look_s)
+                    has_stood(before + watchdog._times.look_s)
             return original(*arguments, **options)
 
         SsdStore.read = read  # type: ignore[method-assign]

@@ -9,6 +9,9 @@ from ds_slide.compression.lsp.projector import Projector
 from ds_slide.optim.reference import decode_split, encode_split
 from ds_slide.optim.rounding import Keys, add, bits_of, flush, mul, round_bf16
 
+# Elements of a weight that are decompressed at once.
+_PART = 1 << 22
+
 
 def project(matrix: Tensor, projector: Projector) -> Tensor:
     """Return XᵀP, [k, d] fp32, for X [rows, k]. Terms are added by ascending row."""
@@ -89,5 +92,5 @@ def _nothing(rows: int, beside: Tensor) -> Tensor:
 def _parts(matrix: Tensor) -> list[slice]:
     """Cut the rows of `matrix` into parts: the fp64 temporaries of a whole matrix would be gigabytes."""
     rows, columns = matrix.shape
-    step = max(1, (1 << 22) // columns)  # elements at once: 32 MiB in fp64
+    step = max(1, _PART // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -15,10 +15,8 @@ from packed import BITSANDBYTES, PLAIN
 from packed_ranks_worker import STEPS, WAYS
 
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-KINDS = [
-    *(pytest.param(kind, marks=pytest.mark.slow) if kind == "mixed" else kind for kind in PLAIN),
-    *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES),
-]
+PACKED = [pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES]
+KINDS = [*(pytest.param(kind, marks=pytest.mark.slow) if kind == "mixed" else kind for kind in PLAIN), *PACKED]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ def test_losses_and_packed_weights_are_stocks(kind: str, seen: list[dict[str, An
                 assert torch.equal(found.view(torch.uint8), states["weight"].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("fp8", "mixed")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if isinstance(kind, str) and kind != "fp8"] + PACKED)
 def test_what_is_beside_packed_weights_is_divided(kind: str, seen: list[dict[str, Any]]) -> None:
     """Buffers move where one rank can read all parts: `state_dict` is no collective."""
     for rank in seen:
