@@ -333,12 +333,17 @@ def client_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None)
             f"ds_slide.gpu_states is {shown(slide.gpu_states)}, but {rule.name} steps in host memory, where its states "
             'are; set it to "auto" or 0, or use AdamW'
         )
-    device = getattr(values.get("offload_optimizer_config"), "device", None)
-    if getattr(device, "value", device) == "nvme":
+    if _states_on_ssd(values):
         yield (
             f'zero_optimization.offload_optimizer.device is "nvme", but {rule.name} makes its states itself, in host '
             'memory; set it to "cpu", or use AdamW'
         )
+
+
+def _states_on_ssd(values: Values) -> bool:
+    """Whether the JSON wants optimizer states on SSD. A parsed config has an enum there, a JSON a text."""
+    device = getattr(values.get("offload_optimizer_config"), "device", None)
+    return getattr(device, "value", device) == "nvme"
 
 
 def matrix_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
@@ -355,8 +360,7 @@ def matrix_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None)
             'ds_slide.muon_norm is "update", but fp16.enabled is true, whose loss scale an update does not carry; use '
             'bf16, or set muon_norm to "gradient"'
         )
-    device = getattr(values.get("offload_optimizer_config"), "device", None)
-    if getattr(device, "value", device) == "nvme":
+    if _states_on_ssd(values):
         yield (
             f'zero_optimization.offload_optimizer.device is "nvme", but {rule.name} updates whole matrices, which '
             'chunks on SSD would cut; set it to "cpu", or use AdamW'

@@ -60,7 +60,7 @@ class _PackedLinear(nn.Linear):
 
 
 def _state(blocks: int, *, double: bool) -> SimpleNamespace:
-    """Return bitsandbytes' quantisation state of a weight with so many `absmax`."""
+    """Return bitsandbytes' quantisation state of a weight with `blocks` numbers in `absmax`."""
     if not double:
         return SimpleNamespace(absmax=_meta(blocks), code=_meta(16))
     nested = SimpleNamespace(absmax=_meta(-(-blocks // _OF_NESTED)), code=_meta(256))
