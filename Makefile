@@ -77,7 +77,7 @@ QUICK := $(foreach case,sft grpo,test_trl.py::test_losses_and_weights_are_stocks
 	test_peft.py::test_losses_and_norms_are_stocks[lora]
 # Those of DS-Slide's own tests that need bitsandbytes.
 PACKED := $(addprefix tests/end_to_end/,models/test_packed.py models/test_packed_adapters.py ranks/test_packed_ranks.py \
-	memory/test_planning.py)
+	memory/test_planning.py) tests/benchmarks/test_bases.py
 # Those of DS-Slide's own tests in which transformers says how a layer is called and recomputed.
 OLDER := $(addprefix activations/test_,activations moved_inputs mixed_blocks inputs_on_ssd unasked_recomputation saved_tensors) \
 	$(addprefix steps/test_,own_boundaries two_passes) $(addprefix models/test_,families features generation hf_trainer) \

@@ -39,8 +39,8 @@ PATCH = 14 * 14 * 3 * 2
 DEVICE = step.accelerator_device()
 
 
-def causal(name: str) -> Any:
-    return shapes.build_in_host_memory(name, DEVICE, 0)
+def causal(name: str, base: str = "bf16") -> Any:
+    return shapes.build_in_host_memory(name, DEVICE, 0, base)
 
 
 def with_adapters(model: Any) -> Any:
@@ -60,17 +60,19 @@ def vision() -> Any:
     config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True)
     with torch.device("meta"):
         model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
-    return shapes.in_host_memory(model, DEVICE, 0)
+    return shapes.one_by_one(model, DEVICE, torch.device("cpu"), 0)
 
 
 BUILD = {
     "full": lambda: causal("qwen2.5-3b"),
     "lora": lambda: with_adapters(causal("qwen2.5-14b")),
+    "lora-72b": lambda: with_adapters(causal("qwen2.5-72b", "nf4-double")),
     "mixture": lambda: causal("qwen3-30b-a3b-6-blocks"),
     "vision": vision,
     "vision-text": vision,
     "dpo": lambda: with_adapters(causal("qwen2.5-3b")),
     "tiny": lambda: with_adapters(causal("tiny")),
+    "tiny-nf4": lambda: with_adapters(causal("tiny", "nf4-double")),
 }
 
 
@@ -79,7 +81,7 @@ class Batches:
 
     def __init__(self, case: str, model: Any, batch: int, constant: int) -> None:
         self.case, self.batch, self.constant = case, batch, constant
-        self.vocabulary = 256 if case == "tiny" else 151_000
+        self.vocabulary = 256 if case.startswith("tiny") else 151_000
         self.image_token = getattr(model.config, "image_token_id", None)
         self.random = random.Random(0)
         self.generator = torch.Generator().manual_seed(1)

@@ -8,7 +8,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("torch", "triton", "deepspeed", "transformers", "liger-kernel", "ds_slide")
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft", "bitsandbytes", "liger-kernel", "ds_slide")
 
 
 def _output(*command: str) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bases import BASES, TARGETS
+
 SYSTEMS = ("slide", "stock", "gpu-only")
 BUILDS = ("accelerator", "host")
 PATCHES = ("", "ours", "liger", "liger-plain-loss")
@@ -34,7 +36,9 @@ class Setting:
     system: str
     """`slide` and `stock` share one DeepSpeed JSON, apart from the "ds_slide" key; `gpu-only` is plain torch."""
     model: str = option("qwen2.5-3b", "preset of examples/finetune_models.py, shape of shapes.py or a local directory")
-    adapter: int = option(0, "rank of LoRA on all linear layers, 0: all weights are trained")
+    adapter: int = option(0, "rank of LoRA, 0: all weights are trained")
+    targets: str = option("all-linear", "what has LoRA; experts: fused ones, and attention", TARGETS)
+    base: str = option("bf16", "how the frozen weights of linear layers are kept, with --adapter", BASES)
     batch: int = option(8, "sequences of one micro batch")
     seq: int = option(2048, "tokens of one sequence")
     grad_accum: int = option(1, "micro batches of one optimizer step")
@@ -105,9 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_arguments(arguments: argparse.Namespace) -> Setting:
-    """Raises ValueError when --offload nvme has no folder to go to, or the engine would patch what is patched."""
+    """Raises ValueError when --offload nvme has no folder to go to, a packed base has no adapters, or the engine would
+    patch what is patched."""
     if arguments.patch and arguments.system == "slide" and arguments.slide.get("kernels") != "off":
         raise ValueError('--patch with --system slide needs --slide \'{"kernels": "off"}\', or the engine patches too')
+    if arguments.base != "bf16" and not arguments.adapter:
+        raise ValueError(f"--base {arguments.base} cannot be trained itself: add --adapter RANK")
     if arguments.offload == "nvme" and not arguments.nvme_path:
         raise ValueError("--offload nvme needs --nvme-path DIR, a folder on the disk to use")
     return Setting(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Setting)})

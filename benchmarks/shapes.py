@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bases
 import torch
 
 # The presets have one home, beside the example script.
@@ -42,8 +43,8 @@ finetune_models.PRESETS["qwen2.5-3b-untied"] = {**finetune_models.PRESETS["qwen2
 # memory the GPU needs as much for 8 of them.
 finetune_models.PRESETS["llama3-8b-8-blocks"] = {**finetune_models.PRESETS["llama3-8b"], "num_hidden_layers": 8}
 
-# 4.36 G parameters: six of the 48 blocks of Qwen3-30B-A3B, whose states fit a host of 128 GiB.
-finetune_models.PRESETS["qwen3-30b-a3b-6-blocks"] = {
+# 30.53 G parameters, 29.0 G of them in 128 fused experts of each block.
+finetune_models.PRESETS["qwen3-30b-a3b"] = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -51,53 +52,87 @@ finetune_models.PRESETS["qwen3-30b-a3b-6-blocks"] = {
     "moe_intermediate_size": 768,
     "num_experts": 128,
     "num_experts_per_tok": 8,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 48,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "head_dim": 128,
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+# 4.36 G parameters: six of its blocks, whose states fit a host of 128 GiB.
+finetune_models.PRESETS["qwen3-30b-a3b-6-blocks"] = {
+    **finetune_models.PRESETS["qwen3-30b-a3b"],
+    "num_hidden_layers": 6,
+}
+# The same kind for trials on a processor.
+finetune_models.PRESETS["tiny-mixture"] = {
+    **finetune_models.PRESETS["qwen3-30b-a3b"],
+    "vocab_size": 264,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 
 
-def with_adapters(model: Any, rank: int) -> Any:
-    """LoRA on all linear layers, as a script prepares it for gradient checkpointing."""
-    from peft import LoraConfig
+def with_adapters(model: Any, rank: int, targets: str = "all-linear", seed: int = 0) -> Any:
+    """LoRA, as a script prepares it for gradient checkpointing. PEFT makes it in fp32 on some bases and in bf16 on
+    others; here it is in bf16 for every system, as DeepSpeed would convert it."""
+    torch.manual_seed(seed)
+    model = with_adapter(model, bases.lora(rank, targets))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    return model
 
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return with_adapter(model, config)
 
-
-def build_on_accelerator(name: str, device: torch.device, seed: int) -> Any:
-    """The model in bf16 with its weights on `device`."""
+def build_on_accelerator(name: str, device: torch.device, seed: int, base: str = "bf16") -> Any:
+    """The model with its weights on `device`, in bf16 or packed."""
+    if base != "bf16":
+        return one_by_one(_without_weights(name), device, device, seed, base)
     return finetune_models.build_model(name, dtype=torch.bfloat16, device=device, seed=seed)
 
 
-def build_in_host_memory(name: str, device: torch.device, seed: int) -> Any:
-    """The model in bf16 with its weights in host memory, made one module at a time on `device`.
+def build_in_host_memory(name: str, device: torch.device, seed: int, base: str = "bf16") -> Any:
+    """The model with its weights in host memory, in bf16 or packed, made one module at a time on `device`.
 
-    Never more than the bf16 weights exist, and never more than one module's on the device: random numbers for 12 G
-    parameters take minutes on a processor, and a card that is too small for the weights cannot make them at once.
+    Never more than the bf16 or packed weights exist, and never more than one module's on the device: random numbers for
+    12 G parameters take minutes on a processor, and a card that is too small for the weights cannot make them at once.
     """
-    return in_host_memory(
-        finetune_models.build_model(name, dtype=torch.bfloat16, device="meta", seed=seed), device, seed
-    )
+    return one_by_one(_without_weights(name), device, torch.device("cpu"), seed, base)
 
 
-def in_host_memory(model: Any, device: torch.device, seed: int) -> Any:
-    """A model of transformers on the meta device, with random weights in host memory, made likewise."""
+def _without_weights(name: str) -> Any:
+    return finetune_models.build_model(name, dtype=torch.bfloat16, device="meta")
+
+
+def one_by_one(model: Any, device: torch.device, home: torch.device, seed: int, base: str = "bf16") -> Any:
+    """A model of transformers on the meta device gets random weights, each made and packed on `device`, kept on `home`.
+
+    All blocks have weights of their own: on a GPU the random numbers are a small part of the time.
+    """
     torch.manual_seed(seed)
-    for module in model.modules():
+    for name in [name for name, _ in model.named_modules()]:
+        module = model.get_submodule(name)
         if not any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             continue
         module.to_empty(device=device, recurse=False)
         model._init_weights(module)
+        if bases.packs(model, module, base):
+            module = bases.packed(module, base)
+            model.set_submodule(name, module)
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
                 if isinstance(tensor, torch.nn.Parameter):
-                    tensor.data = tensor.data.to("cpu")
+                    tensors[key] = bases.kept_on(home, tensor)
                 elif tensor is not None and tensor.numel():
                     # Tables such as the rotary one are read where the model computes, and are small.
                     tensors[key] = tensor.to(device)
     model.tie_weights()
+    bases.mark(model, base)
     return model

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bases
 import disk
 import machine
 import memory
@@ -49,9 +50,9 @@ def accelerator_device() -> torch.device:
 def prepare_model(setting: Setting, device: torch.device) -> Any:
     """The model in training mode; the same weights for every system."""
     build = shapes.build_in_host_memory if setting.build == "host" else shapes.build_on_accelerator
-    model: Any = build(setting.model, device, setting.seed)
+    model: Any = build(setting.model, device, setting.seed, setting.base)
     if setting.adapter:
-        model = shapes.with_adapters(model, setting.adapter)
+        model = shapes.with_adapters(model, setting.adapter, setting.targets, setting.seed)
     if setting.checkpointing != "none":
         reentrant = setting.checkpointing == "reentrant"
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -63,6 +64,12 @@ def token_batches(setting: Setting, vocabulary: int, device: torch.device) -> li
     generator = torch.Generator().manual_seed(setting.seed + 1)
     shape = (setting.distinct_batches, setting.batch, setting.seq)
     return list(torch.randint(vocabulary, shape, generator=generator).to(device).unbind())
+
+
+def limit_gpu(setting: Setting, device: torch.device) -> None:
+    """For stock when it is initialised: a model that exists goes to the GPU whole, before it is divided."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(setting.gpu_fraction, device)
 
 
 def synchronize(device: torch.device) -> None:
@@ -123,11 +130,12 @@ def measure(setting: Setting, folder: str, keep: Callable[[dict[str, Any]], None
     device = accelerator_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.set_per_process_memory_fraction(setting.gpu_fraction, device)
+        if setting.system != "stock":
+            limit_gpu(setting, device)
     pinned_in_rss = memory.pinned_counts_in_rss() if device.type == "cuda" else None
     note(f"building {setting.model} on {device}")
     model = prepare_model(setting, device)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = bases.elements(model)
     batches = token_batches(setting, model.config.vocab_size, device)
     synchronize(device)
     on_disk = setting.offload == "nvme"
@@ -138,6 +146,8 @@ def measure(setting: Setting, folder: str, keep: Callable[[dict[str, Any]], None
     begin = time.perf_counter()
     patched = apply_patch(model, setting.patch)
     trainer = make_trainer(model, setting, folder)
+    if setting.system == "stock" and device.type == "cuda":
+        limit_gpu(setting, device)
     synchronize(device)
     init_s = time.perf_counter() - begin
     initialised = memory.snapshot()
@@ -259,6 +269,8 @@ def history(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "step_s": step["step_s"],
+            "bound_s": step["bound_s"],
+            "efficiency": step["efficiency"],
             "update_passes": step["update_passes"],
             "promoted_units": step["memory"]["promoted_units"],
             "keep": step["activations"]["keep"],

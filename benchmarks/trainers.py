@@ -189,14 +189,17 @@ class TorchTrainer:
     """System `gpu-only`: weights, gradients and AdamW states in bf16 on one device, torch's fused AdamW.
 
     torch has no fused AdamW with bf16 weights and fp32 states, so this is less arithmetic, memory and traffic than the
-    fp32 states of the other systems: a lower bound of their step time, not a system with the same numerics.
+    fp32 states of the other systems: a lower bound of their step time, not a system with the same numerics. Adapters
+    have fp32 masters and states.
     """
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
         self.config: dict[str, Any] = {}
         self._model, self._clip, self._grad_accum = model, setting.clip, setting.grad_accum
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._masters = [each.detach().float() for each in self._trained] if setting.adapter else self._trained
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=setting.lr, betas=BETAS, eps=1e-8, weight_decay=WEIGHT_DECAY, fused=True
+            self._masters, lr=setting.lr, betas=BETAS, eps=1e-8, weight_decay=WEIGHT_DECAY, fused=True
         )
         self._micro_batches = 0
         self._norm: Tensor | None = None
@@ -211,10 +214,16 @@ class TorchTrainer:
         self._micro_batches += 1
         if self._micro_batches % self._grad_accum:
             return
+        if self._masters is not self._trained:
+            for parameter, master in zip(self._trained, self._masters, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
         if self._clip:
-            self._norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+            self._norm = nn.utils.clip_grad_norm_(self._masters, self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._masters is not self._trained:
+            torch._foreach_copy_([each.data for each in self._trained], self._masters)
 
     def grad_norm(self) -> Any:
         return self._norm
