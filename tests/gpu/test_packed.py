@@ -44,7 +44,7 @@ def test_losses_on_a_packed_base_follow_plain_torch(base: str, trained: dict[str
     assert slide == pytest.approx(plain, rel=2e-3)
     assert plain[-1] < 0.9 * plain[0]
     assert stats["memory"]["slots"] == SLOTS and stats["memory"]["gpu_units"] <= 2
-    # A step reads each block twice, but for those that are still in a slot.
+    # A step reads each block twice. Blocks that are still in a slot are not read again.
     packed = BYTES[base] * WEIGHTS
     assert 2 * (BLOCKS - SLOTS) * packed <= stats["lanes"]["h2d"]["bytes"] <= 2.4 * BLOCKS * packed
 
