@@ -8,7 +8,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-_SHAPE = ("model", "batch", "seq", "grad_accum", "checkpointing", "seed", "offload")
+_SHAPE = ("model", "optimizer", "batch", "seq", "grad_accum", "checkpointing", "seed", "offload")
 
 
 def baseline(records: Iterable[Record], system: str, record: Record) -> Record | None:
@@ -85,6 +85,9 @@ def _extras(record: Record) -> str:
     setting = record["setting"]
     named = [f"{key} {value}" for kind in ("slide", "aio", "zero") for key, value in setting[kind].items()]
     patch = [f"patch {setting['patch']}"] if setting["patch"] else []
+    if setting["optimizer"] != "adamw":
+        changed = [f"{key} {value}" for key, value in setting["optimizer_params"].items()]
+        named = [setting["optimizer"], *changed, *named]
     return ", ".join([*([] if setting["offload"] == "cpu" else [setting["offload"]]), *patch, *named])
 
 

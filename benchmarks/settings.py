@@ -14,6 +14,7 @@ from bases import BASES, TARGETS
 
 SYSTEMS = ("slide", "stock", "gpu-only")
 BUILDS = ("accelerator", "host")
+OPTIMIZERS = ("adamw", "muon", "adafactor", "paged-adamw-8bit")
 PATCHES = ("", "ours", "liger", "liger-plain-loss")
 # What a page shows in place of a folder of the machine that it was made on.
 HIDDEN_FOLDER = "DIR"
@@ -47,6 +48,8 @@ class Setting:
     warmup: int = option(3, "steps before the clock starts")
     clip: float = option(1.0, "global gradient norm limit, 0: no clipping")
     lr: float = option(1e-5, "constant learning rate")
+    optimizer: str = option("adamw", "of the JSON, or for the last two an object of the script", OPTIMIZERS)
+    optimizer_params: dict[str, Any] = json_option("changes to the optimizer's parameters")  # noqa: RUF009
     seed: int = option(0, "seed of the weights; the tokens use seed + 1")
     # Repeated in turn, so that the loss falls and equal losses say something.
     distinct_batches: int = option(4, "different micro batches")
@@ -109,12 +112,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_arguments(arguments: argparse.Namespace) -> Setting:
-    """Raises ValueError when --offload nvme has no folder to go to, a packed base has no adapters, or the engine would
-    patch what is patched."""
+    """Raises ValueError when --offload nvme has no folder to go to, a packed base has no adapters, the engine would
+    patch what is patched, or half of the states of another optimizer than AdamW is asked for."""
     if arguments.patch and arguments.system == "slide" and arguments.slide.get("kernels") != "off":
         raise ValueError('--patch with --system slide needs --slide \'{"kernels": "off"}\', or the engine patches too')
     if arguments.base != "bf16" and not arguments.adapter:
         raise ValueError(f"--base {arguments.base} cannot be trained itself: add --adapter RANK")
+    if arguments.slide.get("host_memory") == "half" and arguments.optimizer != "adamw":
+        raise ValueError('"host_memory": "half" counts the states of AdamW; give a number of bytes')
     if arguments.offload == "nvme" and not arguments.nvme_path:
         raise ValueError("--offload nvme needs --nvme-path DIR, a folder on the disk to use")
     return Setting(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Setting)})

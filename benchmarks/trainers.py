@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Protocol
 
+import optimizers
 import torch
 from settings import Setting
 from torch import Tensor, nn
-
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
 
 
 class Trainer(Protocol):
@@ -94,16 +92,14 @@ def deepspeed_config(setting: Setting, sizes: Sizes, folder: str = "") -> dict[s
         "gradient_accumulation_steps": setting.grad_accum,
         "gradient_clipping": setting.clip,
         "bf16": {"enabled": True},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": setting.lr, "betas": list(BETAS), "eps": 1e-8, "weight_decay": WEIGHT_DECAY},
-        },
+        **optimizers.in_json(setting),
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": offload,
             "offload_param": offload,
             "overlap_comm": True,
             "contiguous_gradients": True,
+            **optimizers.in_zero(setting),
             **(nvme_settings(sizes, folder) if setting.offload == "nvme" else {}),
             **setting.zero,
         },
@@ -152,9 +148,13 @@ class DeepSpeedTrainer:
             import ds_slide  # noqa: F401  (an installed package needs no import; a source tree on the path does)
 
         self.config = deepspeed_config(setting, Sizes.of(model), folder)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # DeepSpeed writes into the dict that it is given; the record must show what was asked for.
         self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=copy.deepcopy(self.config)
+            model=model,
+            optimizer=optimizers.of_client(setting, trained),
+            model_parameters=model.parameters(),
+            config=copy.deepcopy(self.config),
         )
         if setting.checkpointing == "deepspeed-cpu":
             checkpoint_in_host_memory(model)
@@ -186,7 +186,7 @@ class DeepSpeedTrainer:
 
 
 class TorchTrainer:
-    """System `gpu-only`: weights, gradients and AdamW states in bf16 on one device, torch's fused AdamW.
+    """System `gpu-only`: weights, gradients and states in bf16 on one device, AdamW torch's fused one.
 
     torch has no fused AdamW with bf16 weights and fp32 states, so this is less arithmetic, memory and traffic than the
     fp32 states of the other systems: a lower bound of their step time, not a system with the same numerics. Adapters
@@ -198,9 +198,7 @@ class TorchTrainer:
         self._model, self._clip, self._grad_accum = model, setting.clip, setting.grad_accum
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._masters = [each.detach().float() for each in self._trained] if setting.adapter else self._trained
-        self._optimizer = torch.optim.AdamW(
-            self._masters, lr=setting.lr, betas=BETAS, eps=1e-8, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self._optimizer = optimizers.on_gpu(setting, model, self._masters)
         self._micro_batches = 0
         self._norm: Tensor | None = None
 

@@ -180,10 +180,14 @@ def orthogonal(update: torch.Tensor, method: Method, dtype: torch.dtype) -> torc
     x = update.mT if tall else update
     if method == "standard":
         x = x.to(dtype)
-    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
-    wide = x.size(-1) > x.size(-2)
-    x = _by_gram(x) if method == "gram" and wide else _by_products(x)
+    x = iterated((x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype), method)
     return x.mT if tall else x
+
+
+def iterated(x: torch.Tensor, method: Method) -> torch.Tensor:
+    """Return the products of the five iterations from ``x`` [count, rows, columns], whose norms are 1 and which is not
+    tall. "gram" is for wide matrices, as in DeepSpeed."""
+    return _by_gram(x) if method == "gram" and x.size(-1) > x.size(-2) else _by_products(x)
 
 
 def _by_products(x: torch.Tensor) -> torch.Tensor:
