@@ -180,7 +180,8 @@ def orthogonal(update: torch.Tensor, method: Method, dtype: torch.dtype) -> torc
     x = update.mT if tall else update
     if method == "standard":
         x = x.to(dtype)
-    x = iterated((x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype), method)
+    norm = x.norm(dim=(-2, -1), keepdim=True) + 1e-7
+    x = iterated(torch.div(x, norm, out=torch.empty_like(x, dtype=dtype)), method)
     return x.mT if tall else x
 
 

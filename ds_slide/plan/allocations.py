@@ -65,10 +65,12 @@ COMPRESSING = "workspace of gradients being compressed"
 FP32_MASTERS = "fp32 masters of a unit that a client's optimizer updates"
 FP32_GRADIENTS = "fp32 gradients of a unit that a client's optimizer updates"
 MATRIX_UPDATE = "matrices being updated"
-MATRIX_UPDATE_BYTES = 32
-"""GPU bytes of an update for each element of the largest matrix. At the most, these are an fp32 momentum, an fp32
-update, two matrices and four squares of the iteration in fp16 or bf16, and their fp32 norm; or else a master, 32-bit
-integers of its split, and the update."""
+COPIES_OF_MATRICES = 2
+"""The matrices with copies on the GPU: one is updated while another goes up or comes back."""
+MATRIX_UPDATE_BYTES = 12 * COPIES_OF_MATRICES + 16
+"""GPU bytes of an update for each element of the largest matrix. A copy has at the most a gradient of 2, a momentum of
+4, and a master of 6 bytes. Beside them are an fp32 update, two matrices and four squares of the iteration in fp16 or
+bf16."""
 
 
 @dataclass(frozen=True)

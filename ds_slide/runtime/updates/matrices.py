@@ -1,11 +1,15 @@
-"""Updates by Muon (`ds_slide.optim.muon`): whole matrices, on the accelerator, one after the other.
+"""Updates by Muon (`ds_slide.optim.muon`): whole matrices, on the accelerator.
 
-On one rank a task of the update lane has a unit to itself. For each matrix, gradient, momentum and master go up on a
-stream of the lane, the products run there, and momentum and master come back. The task ends when they are in host
-memory. The buffers have these owners, all by the length of one task:
+On one rank a task of the update lane has a unit to itself. Its matrices follow each other on three streams: gradient,
+momentum, weight and remainder of the next matrix go up, while the products of one run, and while momentum, weight and
+remainder of the one before come back. A momentum comes back beside the products of its own matrix. The task ends when
+all are in host memory. The buffers have these owners, all by the length of one task:
 
     gradient, weights, remainders, momentum    host memory of the unit: the update lane, as for every rule (`Unit`)
-    their copies and the products              GPU memory that torch gives to the lane's stream: the update lane
+    their copies, of `COPIES` matrices         GPU memory that torch gives to the stream up, which takes it again when
+                                               the way back of the matrix has passed
+    the update and the products                GPU memory that torch gives to the stream of the products, used there
+                                               alone
 
 Several ranks each have a flat piece of a parameter. There, and where the norm of the updates is limited, the step first
 calls `orthogonalize`: the compute thread owns all of the above, because no lane has work, and uses its own stream. Each
@@ -19,25 +23,51 @@ bit.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.low_precision import CHUNK
 from ds_slide.optim.muon import Matrices, MuonHyper, orthogonal
-from ds_slide.optim.reference import encode_split
-from ds_slide.optim.rounding import random_bits, round_bf16
+from ds_slide.optim.muon_step import advance, apply
 from ds_slide.optim.rule import Part
-from ds_slide.plan.allocations import MATRIX_UPDATE
+from ds_slide.plan.allocations import COPIES_OF_MATRICES, MATRIX_UPDATE
 from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import synchronize
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep
 from ds_slide.store.state_buffers import StateBuffers
 from ds_slide.store.tiers import Held
 from ds_slide.store.way_back import WayBack
+
+MOMENTUM = "momentum_buffer"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Matrices of one parameter that are updated together: the elements `items` of the unit. `matrices` is None where
+    the gradient is the orthogonal update already."""
+
+    items: slice
+    hyper: MuonHyper
+    matrices: Matrices | None
+
+    @property
+    def numel(self) -> int:
+        return self.items.stop - self.items.start
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """The copies of a run on the accelerator, which stay until `back`: then the new numbers are in host memory."""
+
+    copies: StateBuffers
+    gradient: torch.Tensor
+    back: Marker
 
 
 class MatrixUpdates:
@@ -46,7 +76,7 @@ class MatrixUpdates:
     def __init__(self, context: Context) -> None:
         self._host = HostUpdates(context.updater)
         self._device, self._failures, self._ranks = context.device, context.failures, context.ranks
-        self._stream = context.device.stream()
+        self._up, self._products, self._down = (context.device.stream() for _ in range(3))
         self._scale = context.settings.slide.muon_scale
         self._most = max((unit.largest_matrix for unit in context.plan.units), default=0)
         if context.allocator.tier(MATRIX_UPDATE) is not None:
@@ -62,19 +92,15 @@ class MatrixUpdates:
         if not any(isinstance(each.hyper, MuonHyper) for each in step.segments):
             return self._host.run(span, step, part, way_back)
         assert part == "whole" and way_back is None
-        with self._device.on(self._stream):
-            for entry, hyper, matrices in _parameters(span.unit, step):
-                if hyper.factor is not None:
-                    update = self._up(span.gradient[entry.place]).mul_(hyper.factor)
-                    self._apply(span, entry.place, update, hyper)
-                    continue
-                for place, some in matrices.together(self._most):
-                    run = slice(entry.offset + place.start, entry.offset + place.stop)
-                    gradient = self._up(span.gradient[run]).mul_(step.grad_scale)
-                    update = self._orthogonal(self._nesterov(span.unit, run, gradient, hyper), some, hyper)
-                    self._apply(span, run, update, hyper)
-            done = self._device.mark(self._stream, host_waits=True)
-        synchronize(self._failures, done, f"the update of {span.unit.name}")
+        under_way: deque[_UnderWay] = deque()
+        # The largest first: nothing hides the products and the way back of the last one.
+        for each in sorted(self._runs(span.unit, step), key=lambda run: run.numel, reverse=True):
+            if len(under_way) == COPIES_OF_MATRICES:
+                # Torch may give its memory to the next one, whose copies up wait as well.
+                self._device.wait(under_way.popleft().back, self._up)
+            under_way.append(self._update(span, each, step.grad_scale))
+        if under_way:
+            synchronize(self._failures, under_way[-1].back, f"the update of {span.unit.name}")
         return 2 * span.buffers.nbytes() + span.gradient.nbytes
 
     def orthogonalize(self, unit: Unit, step: UpdateStep) -> float:
@@ -84,52 +110,65 @@ class MatrixUpdates:
         assert isinstance(unit.state.gradient, Held)
         gradient, norms = unit.state.gradient.load(slice(0, unit.codec.numel)), []
         for entry, hyper, matrices in _parameters(unit, step):
-            own = self._nesterov(unit, entry.place, self._up(gradient[entry.place]).mul_(step.grad_scale), hyper)
+            stored = unit.state.raw(MOMENTUM, entry.place)
+            momentum, here = self._sent(stored), self._sent(gradient[entry.place])
+            own = advance(momentum, here, hyper, step.grad_scale, unit.order, entry.offset)
+            stored.copy_(momentum, non_blocking=True)
             whole = self._ranks.gather(own, f"the update of {entry.name}", in_step=True)
             for place, some in matrices.together(self._most):
-                whole[place] = self._orthogonal(whole[place], some, hyper)
+                found = orthogonal(whole[place].view(some.shape), hyper.method, hyper.rule.dtypes[hyper.method])
+                whole[place] = found.reshape(-1).to(torch.float32).mul_(some.scale(self._scale))
             start, stop = piece(entry, self._ranks.rank)
             update = whole[start:stop]
             norms.append(torch.linalg.vector_norm(update, dtype=torch.float64))
-            gradient[entry.offset : entry.offset + stop - start].copy_(update.to(gradient.dtype))
-        return sum(float(norm) ** 2 for norm in norms)
+            held = gradient[entry.offset : entry.offset + stop - start]
+            held.copy_(update.to(gradient.dtype), non_blocking=True)
+        return sum(float(norm) ** 2 for norm in norms)  # the first one waits for all of the above
 
-    def _apply(self, span: UpdateSpan, run: slice, update: torch.Tensor, hyper: MuonHyper) -> None:
-        buffers = span.buffers.part(run, span.unit.state.specs)
-        master = self._master(buffers).mul_(1.0 - hyper.lr * hyper.weight_decay)
-        _store_master(buffers, master.add_(update, alpha=-hyper.lr))
+    def _runs(self, unit: Unit, step: UpdateStep) -> Iterator[_Run]:
+        for entry, hyper, matrices in _parameters(unit, step):
+            if hyper.factor is not None:
+                yield _Run(entry.place, hyper, None)
+                continue
+            for place, some in matrices.together(self._most):
+                yield _Run(slice(entry.offset + place.start, entry.offset + place.stop), hyper, some)
 
-    def _nesterov(self, unit: Unit, run: slice, gradient: torch.Tensor, hyper: MuonHyper) -> torch.Tensor:
-        """Return Nesterov's update, and advance the momentum. `gradient`: a flat fp32 tensor, which becomes the update.
-        A momentum in bf16 is rounded stochastically, by bits of (unit, step, element)."""
-        stored = unit.state.raw("momentum_buffer", run)
-        momentum = self._up(stored).lerp_(gradient, 1.0 - hyper.momentum)
-        for start in range(0, stored.numel(), CHUNK):
-            values, place = momentum[start : start + CHUNK], stored[start : start + CHUNK]
-            if stored.dtype == torch.bfloat16:
-                random = random_bits(unit.order, hyper.step, run.start + start, values.numel(), values.device) >> 16
-                values = round_bf16(values, random)
-            place.copy_(values, non_blocking=True)
-        return gradient.lerp_(momentum, hyper.momentum)
+    def _update(self, span: UpdateSpan, run: _Run, grad_scale: float) -> _UnderWay:
+        device, hyper = self._device, run.hyper
+        stored = span.buffers.part(run.items, span.unit.state.specs)
+        names = [name for name in stored.optimizer if run.matrices is not None or name != MOMENTUM]
+        with device.on(self._up):
+            gradient = self._sent(span.gradient[run.items])
+            here = StateBuffers(self._sent(stored.weight), {name: self._sent(stored.optimizer[name]) for name in names})
+            up = device.mark()
+        with device.on(self._products):
+            device.wait(up)
+            update, factor = gradient, hyper.factor
+            if run.matrices is not None:
+                momentum = here.optimizer[MOMENTUM]
+                update = advance(momentum, gradient, hyper, grad_scale, span.unit.order, run.items.start)
+                self._back(stored.optimizer[MOMENTUM], momentum)
+                shaped = update.view(run.matrices.shape)
+                update = orthogonal(shaped, hyper.method, hyper.rule.dtypes[hyper.method]).reshape(-1)
+                factor = run.matrices.scale(self._scale)
+            assert factor is not None
+            apply(here.weight, here.remainder, update, factor, hyper)
+            back = self._back(stored.weight, here.weight)
+            if stored.remainder is not None:
+                assert here.remainder is not None
+                back = self._back(stored.remainder, here.remainder)
+        return _UnderWay(here, gradient, back)
 
-    def _orthogonal(self, update: torch.Tensor, matrices: Matrices, hyper: MuonHyper) -> torch.Tensor:
-        """Return the scaled orthogonal update, flat and in fp32."""
-        found = orthogonal(update.view(matrices.shape), hyper.method, hyper.rule.dtypes[hyper.method])
-        return found.reshape(-1).to(torch.float32).mul_(matrices.scale(self._scale))
-
-    def _master(self, buffers: StateBuffers) -> torch.Tensor:
-        """Return the fp32 masters on the accelerator, as a new tensor."""
-        weight, remainder = buffers.weight, buffers.remainder
-        if remainder is None or remainder.is_floating_point():
-            return self._up(weight if remainder is None else remainder)
-        bits = self._sent(weight).view(torch.int16).to(torch.int32)  # `join_split`, in one piece
-        return bits.bitwise_left_shift_(16).add_(self._sent(remainder)).view(torch.float32)
-
-    def _up(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return a new fp32 tensor on the accelerator. It is widened there: the copy has the bytes of `stored`."""
-        return self._sent(stored).to(torch.float32, copy=stored.device == self._device.torch)
+    def _back(self, stored: torch.Tensor, new: torch.Tensor) -> Marker:
+        """Copy what the current stream has made so far to host memory, on the stream down. -> the end of that."""
+        made = self._device.mark()
+        with self._device.on(self._down):
+            self._device.wait(made)
+            stored.copy_(new, non_blocking=True)
+            return self._device.mark(host_waits=True)
 
     def _sent(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the accelerator; on the CPU accelerator it is the tensor itself."""
         return stored.to(self._device.torch, non_blocking=True)
 
 
@@ -141,16 +180,3 @@ def _parameters(unit: Unit, step: UpdateStep) -> Iterator[tuple[Entry, MuonHyper
             hyper, segment = each.hyper, each.segment
             if segment.start <= entry.offset < segment.stop and isinstance(hyper, MuonHyper):
                 yield entry, hyper, hyper.rule.matrices(parameter, entry.shape)
-
-
-def _store_master(buffers: StateBuffers, master: torch.Tensor) -> None:
-    weight, remainder = buffers.weight, buffers.remainder
-    if remainder is None:
-        weight.copy_(master, non_blocking=True)
-    elif remainder.is_floating_point():
-        remainder.copy_(master, non_blocking=True)
-        weight.copy_(master.to(weight.dtype), non_blocking=True)
-    else:
-        high, low = encode_split(master)
-        weight.view(torch.int16).copy_(high, non_blocking=True)
-        remainder.copy_(low, non_blocking=True)
