@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain import RATES, PlainEngine, client_optimizer
 from probes import AllocationProbe, SyncProbe, memory_now
 from torch import Tensor
 
@@ -33,6 +34,8 @@ DISTINCT_BATCHES = 4
 LEARNING_RATE = 5e-4
 # Of a head that is streamed: six chunks, the last one short.
 HEAD_CHUNK_ROWS = 100
+# Of each parameter, spread over it.
+SAMPLES = 200
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,13 @@ class Scenario:
 
     name: str
     system: str = "slide"
-    """`slide`, or `stock` for the same DeepSpeed JSON without the key."""
+    """`slide`, `stock` for the same DeepSpeed JSON without the key, or `plain` (`plain.PlainEngine`)."""
     model: str = "llama"
     """`llama` (tied, 8 blocks), `untied` (the same with a head of its own) or `gpt2` (tied, 6 blocks, biases)."""
     precision: str = "bf16"
     """`bf16`; `fp16`, which scales the loss dynamically; or `autocast`, a model in fp32 under `torch_autocast`."""
+    optimizer: str = "AdamW"
+    """`AdamW` or `Muon` of the JSON, or an object (`plain.client_optimizer`)."""
     steps: int = 10
     clip: float = 0.0
     grad_accum: int = 1
@@ -68,7 +73,7 @@ class Scenario:
     """Additions to the "ds_slide" block. Without "kernels" the model's own modules are replaced on a GPU."""
     record: tuple[str, ...] = ()
     """What to record besides losses, norms and the kernels in the model: gradients, states, syncs, allocations,
-    memory, placement, masters."""
+    memory, placement, masters, samples."""
 
 
 def device() -> torch.device:
@@ -128,6 +133,12 @@ def engine_config(scenario: Scenario) -> dict[str, Any]:
     else:
         # hysteresis 1: the first overflow already lowers the scale; window 8: it rises again within the run.
         config["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1, "loss_scale_window": 8}
+    if scenario.optimizer == "Muon":
+        config["optimizer"] = {"type": "Muon", "params": RATES}
+        config["zero_optimization"]["reduce_scatter"] = False
+    elif scenario.optimizer != "AdamW":
+        del config["optimizer"]
+        config.update(zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False)
     if scenario.system == "slide":
         config["ds_slide"] = {"enabled": True, **scenario.slide}
     return config
@@ -150,14 +161,17 @@ def digest(tensors: list[Tensor | None]) -> str:
 
 
 def state_digests(engine: Any) -> dict[str, str]:
-    """Digests of fp32 master weights, both moments, and the 16-bit weights that forward reads."""
+    """Digests of fp32 master weights, optimizer states, and the 16-bit weights that forward reads."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     parameters = list(engine.module.parameters())
     digests = {"weight": digest([safe_get_full_fp32_param(parameter) for parameter in parameters])}
-    for name in ("exp_avg", "exp_avg_sq"):
-        digests[name] = digest([safe_get_full_optimizer_state(parameter, name) for parameter in parameters])
+    marked = [parameter for parameter in parameters if getattr(parameter, "use_muon", False)]
+    others = [parameter for parameter in parameters if not getattr(parameter, "use_muon", False)]
+    for name, its in {"momentum_buffer": marked, "exp_avg": others, "exp_avg_sq": others}.items():
+        if its:
+            digests[name] = digest([safe_get_full_optimizer_state(parameter, name) for parameter in its])
     with deepspeed.zero.GatheredParameters(parameters):
         digests["low_precision_weight"] = digest([parameter.data for parameter in parameters])
     return digests
@@ -168,6 +182,18 @@ def master_digests(engine: Any) -> dict[str, str]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     return {name: digest([safe_get_full_fp32_param(each)]) for name, each in engine.module.named_parameters()}
+
+
+def master_samples(engine: Any) -> dict[str, list[float]]:
+    """Some elements of each fp32 master."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    plain = engine.masters if isinstance(engine, PlainEngine) else None
+    found = {}
+    for name, each in engine.module.named_parameters():
+        flat = (safe_get_full_fp32_param(each) if plain is None else plain[name]).detach().flatten()
+        found[name] = flat[:: max(1, flat.numel() // SAMPLES)].tolist()
+    return found
 
 
 def gradient_digests(engine: Any) -> dict[str, str]:
@@ -201,6 +227,8 @@ class Recorder:
         self.result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": [], "skipped": []}
         if "memory" in wanted:
             self.result["memory"] = []
+        if "samples" in wanted:
+            self.result["samples_before"] = master_samples(engine)
 
     def before_forward(self, step: int) -> None:
         if step == self._warm and self._allocations:
@@ -242,6 +270,8 @@ class Recorder:
             self.result["placement"] = placement(self._engine)
         if "masters" in self._scenario.record:
             self.result["masters"] = master_digests(self._engine)
+        if "samples" in self._scenario.record:
+            self.result["samples"] = master_samples(self._engine)
         if "states" in self._scenario.record:
             self.result["states"] = state_digests(self._engine)
 
@@ -283,7 +313,15 @@ def run(scenario: Scenario) -> dict[str, Any]:
 
         rows.CHUNK_NUMEL = HEAD_CHUNK_ROWS * model.lm_head.in_features
     before = gpu_bytes_in_use(restart=True)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=engine_config(scenario))
+    engine: Any
+    if scenario.system == "plain":
+        engine = PlainEngine(model, scenario.optimizer, scenario.clip)
+    else:
+        in_json = scenario.optimizer in ("AdamW", "Muon")
+        optimizer = None if in_json else client_optimizer(scenario.optimizer, model.parameters())
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=model.parameters(), config=engine_config(scenario)
+        )
     is_slide = hasattr(engine.optimizer, "slide_stats")
     assert is_slide == (scenario.system == "slide"), f"{scenario.system} runs {type(engine.optimizer).__name__}"
     peak = gpu_bytes_in_use() - before
@@ -335,7 +373,9 @@ def main(source: Path, target: Path) -> None:
         # A deadlock must say where every thread stands, and must not use up the time of the other tests.
         faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
         try:
-            with all_mixed() if scenario.mixed else contextlib.nullcontext():
+            # DeepSpeed compiles Muon's functions, for every shape anew.
+            eager = torch.compiler.set_stance("force_eager" if scenario.optimizer == "Muon" else "default")
+            with eager, all_mixed() if scenario.mixed else contextlib.nullcontext():
                 results[scenario.name] = run(scenario)
         except Exception:
             results[scenario.name] = {"error": traceback.format_exc()}
