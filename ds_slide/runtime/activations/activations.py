@@ -4,7 +4,7 @@ GPU. The decision is made when a forward begins."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall, Taken
 from ds_slide.runtime.activations.costs import BlockCosts
 from ds_slide.runtime.activations.kept_calls import KeptCall, KeptCalls, MixedCall, WholeCall
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
+from ds_slide.runtime.captured.captures import Captures
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ssd.space import SpaceOnSsd
@@ -72,6 +73,12 @@ class Activations:
         self._states = {
             unit.order: BlockState(unit.name, unit.spec.module) for unit in blocks if unit.spec.module is not None
         }
+        self.captures = Captures(
+            self._states,
+            context.device,
+            context.settings.slide.captured_blocks,
+            copies=context.ranks.world_size > 1,
+        )
         self._named: set[type] = set()
         """Classes of blocks that change their state, and that the log has named."""
         self._forward = _Forward()
@@ -89,6 +96,7 @@ class Activations:
         """Begin a forward of the whole model with gradients, which may keep `room` bytes; a negative `room` is the
         number of bytes missing. `free`: free bytes of the GPU, where the need of a batch is not known yet."""
         self._taken.begin()
+        self.captures.begin(shape)
         self.kept_calls.forget_ended()
         self.inputs.begin()
         self._bytes = {unit.order: self._bytes.get(unit.order, []) for unit in self._blocks if unit.awaits_backward}
@@ -96,9 +104,12 @@ class Activations:
         self._forward = _Forward()
         if not self.costs.orders:
             return
-        candidates = self.costs.keepable(shape)
-        kept = kept_within(room, candidates, first=self.keeps_first)
-        handled = _statistics(len(self.costs.orders), kept, kept.nbytes(candidates))
+        candidates, recorded = self.costs.keepable(shape), self.captures.recorded
+        # The activations of recorded blocks have their memory already, which is not in `room`.
+        wanted = [replace(each, nbytes=0, mixtures=()) if each.order in recorded else each for each in candidates]
+        kept = kept_within(room, wanted, first=self.keeps_first)
+        self.captures.note_kept(kept.whole)
+        handled = _statistics(len(self.costs.orders), kept, kept.nbytes(wanted))
         self._forward = _Forward(shape, kept, self._to_move(-room, shape), free, handled=handled)
 
     def allow_giving_up(self) -> None:
@@ -109,7 +120,7 @@ class Activations:
         """Give up a portion of the tensors kept for coming backwards, and keep nothing more in this forward. -> bytes;
         0 where nothing can be given up."""
         self._forward.kept = Kept()
-        return self.kept_calls.give_up()
+        return self.kept_calls.give_up() or self.captures.give_up()
 
     def leave_unasked(self) -> None:
         """Run the script's model as it is written in this forward."""
@@ -145,7 +156,7 @@ class Activations:
         moved = len(self.inputs.orders)
         recomputed = self._forward.handled[Handling.RECOMPUTE.value] - moved
         handled = {**self._forward.handled, Handling.RECOMPUTE.value: recomputed, Handling.MOVE.value: moved}
-        return {**handled, **self.inputs.statistics}
+        return {**handled, "replayed": len(self.captures.recorded), **self.inputs.statistics}
 
     def run(self, call: BlockCall) -> Any:
         """Run a block for its layer."""
@@ -157,9 +168,11 @@ class Activations:
             result = call.written(call.function, *call.inputs)
         elif order in forward.kept.whole and call.goes_through:
             assert forward.shape is not None
-            kept.append(nbytes := self.costs.call_bytes(order, forward.shape))
+            kept.append(nbytes := 0 if order in self.captures.recorded else self.costs.call_bytes(order, forward.shape))
             if forward.may_give_up and call.mixing_form is not None:
                 result = self._keep(call, WholeCall(nbytes))
+            elif (replay := self.captures.block_of(call)) is not None:
+                result = replay(call)
             else:
                 watched = WatchedCall(self._states[order], call)
                 result = watched(*call.inputs)
@@ -259,7 +272,8 @@ class Activations:
         self.inputs.ahead(order)
 
     def close(self) -> None:
-        """End the lane of the inputs."""
+        """End the lane of the inputs, and free the recordings."""
+        self.captures.close()
         self.inputs.close()
 
     # ---- what it keeps -----------------------------------------------------------------------------------------------

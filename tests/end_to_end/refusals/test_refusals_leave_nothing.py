@@ -94,6 +94,7 @@ VALUES: dict[str, Any] = {
     "weight_buffers": [2, 4096, "auto"],
     "io_backend": ["auto", "io_uring", "libaio", "threads"],
     "activations": ["auto", "whole_blocks", "as_written"],
+    "captured_blocks": ["auto", True, False],
     "update_passes": ["auto", 1, 2],
     "speculate": ["auto", True, False],
     "gpu_states": [0, 1, "1MiB", 2**62, "auto"],

@@ -1,0 +1,320 @@
+"""A block that replays its forward and backward.
+
+The hooks of the block itself are called as always; only its `forward` is replaced for the length of the call:
+
+    recording   has leaves of its own: the places of inputs, and stand-ins for the trained weights, on their memory
+    forward     copies the inputs to the places that the recording reads, replays, and returns copies of the results
+    backward    copies the gradient of the results, replays, and puts the gradients of weights into `parameter.grad`
+
+The results are those of the operators as they are written, to the bit: a recording launches the same kernels.
+A call that differs from the recorded one runs as it is written. The first call and its backward are recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd.graph import saved_tensors_hooks
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.activations.block_state import Before, BlockState
+from ds_slide.runtime.activations.checkpointing import BlockCall
+from ds_slide.runtime.captured.graphs import Graph, Memory, Token
+from ds_slide.runtime.captured.inputs import NotRecordable, Place, SharedPlaces, Signature, leaves_of, with_leaves
+from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.core.context import AS_THEY_ARE
+from ds_slide.runtime.weights.saved_weights import hooks_around
+
+_ABSENT = object()
+WAY_OUT = 'set "ds_slide": {"captured_blocks": false}'
+
+
+@dataclass
+class _Recording:
+    """The recorded call. `places`: of its leaves, None for a leaf that is no tensor. `inputs`: the places that need a
+    gradient. `result`: what the forward returns. `made`: its leaves, with their graph, of which `results` has the first
+    ones for ever."""
+
+    index: int
+    signature: Signature
+    weights: list[tuple[int, bool]]
+    trained: list[nn.Parameter]
+    places: list[Place | None]
+    inputs: list[torch.Tensor]
+    forward: Graph
+    backward: Graph | None = None
+    leaves: list[nn.Parameter] = field(default_factory=list)
+    """Stand-ins for `trained` in the recording."""
+    result: Any = None
+    made: list[Any] = field(default_factory=list)
+    results: list[torch.Tensor | None] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    """Places of the gradients of `inputs` and `trained`."""
+
+    def fill(self, leaves: Sequence[Any]) -> None:
+        """Copy the leaves of a call to their places."""
+        with torch.no_grad():
+            for place, leaf in zip(self.places, leaves, strict=True):
+                if place is not None:
+                    place.fill(leaf)
+
+
+class CapturedBlock:
+    """All methods are called by the threads that compute, one at a time."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        name: str,
+        state: BlockState,
+        memory: Memory,
+        shared: SharedPlaces,
+        index: int,
+        *,
+        copies: bool,
+    ) -> None:
+        """`modules`: the block's own and all in it. `index`: of its recording among those of `memory`. `copies`:
+        gradients may be kept until after the next block's backward."""
+        self._modules = modules
+        self._module, *inside = modules
+        self.name = name
+        self._state = state
+        self._memory = memory
+        self._shared = shared
+        self._index = index
+        self._copies = copies
+        self._parameters = list(self._module.parameters())
+        self._hooks = [
+            hooks
+            for each in inside
+            for hooks in (each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks)
+        ]
+        self.recording: _Recording | None = None
+        self._before: Before | None = None
+        """The block's state at the recording."""
+        self._nothing = torch.empty(0, device=memory.device.torch)
+        self.has_ended = False
+        """Whether it runs as it is written for good."""
+        self.why = ""
+        """The reason for that, where it could not be recorded."""
+
+    # ---- a call ------------------------------------------------------------------------------------------------------
+
+    def run(self, call: BlockCall) -> Any:
+        """Run a call of the block, and record it if it is the first one."""
+        if not self._may_replay():
+            return call.function(*call.inputs)
+        before = self._state.before() if self.recording is None else None
+        function, module = call.function, self._module
+        if not isinstance(function, functools.partial):
+            return function(*call.inputs)
+        if function.args and function.args[0] is module:  # transformers 5.24: the hooks of the block are around us
+            written = functools.partial(function.func, module)
+            result = self._forward(written, (*function.args[1:], *call.inputs), function.keywords)
+        else:  # before: the function calls the module with its hooks
+            with self._exchanged():
+                result = function(*call.inputs)
+        if before is not None and self.recording is not None:
+            self._before = before
+            self.has_ended = self._state.after(before)
+        return result
+
+    def _may_replay(self) -> bool:
+        if self.has_ended or in_backward() or not torch.is_grad_enabled() or any(self._hooks):
+            return False
+        device = self._memory.device.torch.type
+        if torch.is_autocast_enabled(device) or _len_torch_dispatch_stack() or hooks_around() is not None:
+            return False
+        if torch._C._are_functorch_transforms_active():
+            return False
+        if self.recording is None or self._before is None:
+            return self.recording is None
+        return self._before.is_there() and self._weights() == self.recording.weights
+
+    def _weights(self) -> list[tuple[int, bool]]:
+        with AS_THEY_ARE():
+            return [(each.data_ptr(), each.requires_grad) for each in self._parameters]
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        own = vars(self._module)
+        before, written = own.get("forward", _ABSENT), self._module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(written, args, kwargs)
+
+        own["forward"] = forward
+        try:
+            yield
+        finally:
+            if before is _ABSENT:
+                del own["forward"]
+            else:
+                own["forward"] = before
+
+    def _forward(self, written: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        given = (args, kwargs)
+        if self.recording is None:
+            leaves: list[Any] | None = list(leaves_of(given))
+        else:
+            leaves = self.recording.signature.fits(args, kwargs)
+        if leaves is None or (token := self._memory.stack.push(self._index)) is None:
+            return written(*args, **kwargs)
+        recording = self.recording
+        if recording is not None:
+            recording.fill(leaves)
+        else:
+            try:
+                recording = self.recording = self._record(written, given, leaves)
+            except (RuntimeError, NotRecordable) as error:
+                self.end(str(error))
+                return written(*args, **kwargs)
+        recording.forward.replay()
+        inputs = [leaf for leaf in leaves if _needs_gradient(leaf)]
+        with saved_tensors_hooks(lambda _: token, lambda _: self._nothing):
+            results = _Replay.apply(self, weakref.ref(token), *inputs)
+        return with_leaves(recording.result, iter(results))
+
+    # ---- recordings --------------------------------------------------------------------------------------------------
+
+    def _record(self, written: Callable[..., Any], given: tuple[Any, Any], leaves: Sequence[Any]) -> _Recording:
+        """Record the forward. Raises NotRecordable, or what torch raises."""
+        with AS_THEY_ARE():
+            if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in self._parameters):
+                raise NotRecordable("a parameter has a hook")
+        signature = Signature(*given, self._memory.device.torch)
+        places = [self._place(number, leaf) for number, leaf in enumerate(leaves)]
+        recording = _Recording(
+            self._index,
+            signature,
+            self._weights(),
+            [each for each in self._parameters if each.requires_grad],
+            places,
+            [place.tensor for place, leaf in zip(places, leaves, strict=True) if place and _needs_gradient(leaf)],
+            Graph(self._memory, self._memory.forwards),
+        )
+        recording.fill(leaves)
+        for each in recording.inputs:
+            each.requires_grad_()
+        statics = [leaf if place is None else place.tensor for place, leaf in zip(places, leaves, strict=True)]
+        args, kwargs = with_leaves(given, iter(statics))
+
+        def forward() -> list[torch.Tensor | None]:
+            with torch.enable_grad(), self._stand_ins(recording):
+                recording.result = written(*args, **kwargs)
+            recording.made = list(leaves_of(recording.result))
+            if not all(isinstance(each, torch.Tensor | None) for each in recording.made):
+                raise NotRecordable("a result is no tensor")
+            return list(recording.made)
+
+        with torch.no_grad():
+            recording.results = recording.forward.record(forward)
+        if not any(map(_needs_gradient, recording.results)):
+            raise NotRecordable("no result needs a gradient")
+        return recording
+
+    @contextmanager
+    def _stand_ins(self, recording: _Recording) -> Iterator[None]:
+        """Exchange the trained weights for new leaves on the same memory. Autograd keeps with a leaf the stream that it
+        was used on first, and waits for it: a wait for another stream would end the recording."""
+        of = {id(each): nn.Parameter(each.detach()) for each in recording.trained}
+        recording.leaves = list(of.values())
+        holders = [(holder, name, weight) for each in self._modules for holder, name, weight in _weights_of(each)]
+        exchanged = [(holder, name, weight) for holder, name, weight in holders if id(weight) in of]
+        for holder, name, weight in exchanged:
+            holder[name] = of[id(weight)]
+        try:
+            yield
+        finally:
+            for holder, name, weight in exchanged:
+                holder[name] = weight
+
+    def _place(self, number: int, leaf: Any) -> Place | None:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        return Place(leaf) if leaf.requires_grad else self._shared.of(number, leaf)
+
+    def _record_backward(self, recording: _Recording, gradients: Sequence[torch.Tensor]) -> Graph:
+        """Record the backward. `gradients`: the places of the gradients of the results."""
+        graph = Graph(self._memory, self._memory.backwards)
+
+        def backward() -> list[torch.Tensor | None]:
+            wanted = [*recording.inputs, *recording.leaves]
+            # The saved tensors of the recorded forward stay, because its replays write into them.
+            results = [each for each in recording.made if _needs_gradient(each)]
+            return list(torch.autograd.grad(results, wanted, gradients, allow_unused=True, retain_graph=True))
+
+        recording.gradients = list(map(self._memory.place_of, graph.record(backward)))
+        return graph
+
+    def end(self, why: str = "") -> None:
+        """Run as it is written from now on, and free the recordings. No graph waits for its backward."""
+        self.has_ended, self.why = True, why
+        self._before = self.recording = None
+
+    # ---- the parts of `_Replay` --------------------------------------------------------------------------------------
+
+    def results(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+        """Return copies of the results, which the next replay overwrites, and those that need no gradient."""
+        assert self.recording is not None
+        copies = [None if each is None else each.detach().clone() for each in self.recording.results]
+        pairs = zip(copies, self.recording.results, strict=True)
+        return copies, [copied for copied, each in pairs if copied is not None and not _needs_gradient(each)]
+
+    def backward(self, token: Token | None, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the backward. `gradients`: of all results. -> the gradients of the inputs that need one."""
+        recording, memory = self.recording, self._memory
+        if token is None or recording is None:
+            raise SlideError(f"the backward of {self.name} came after its recording had been freed; {WAY_OUT}")
+        if torch.is_grad_enabled():
+            raise SlideError(
+                f"a backward with create_graph=True goes through {self.name}, which replays its backward; {WAY_OUT}"
+            )
+        memory.lent.take_back()
+        needed = [(each, new) for each, new in zip(recording.results, gradients, strict=True) if _needs_gradient(each)]
+        places = memory.gradient_places([result for result, _ in needed if result is not None])
+        for place, (_, gradient) in zip(places, needed, strict=True):
+            place.zero_() if gradient is None else place.copy_(gradient)
+        if recording.backward is None:
+            recording.backward = self._record_backward(recording, places)
+        recording.backward.replay()
+        count = len(recording.inputs)
+        pairs = zip(recording.trained, recording.gradients[count:], strict=True)
+        memory.lent.give([(parameter, each) for parameter, each in pairs if each is not None], copies=self._copies)
+        return [None if each is None else each.clone() for each in recording.gradients[:count]]
+
+
+def _weights_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+    for name, weight in module._parameters.items():
+        if weight is not None:
+            yield module._parameters, name, weight
+
+
+def _needs_gradient(each: Any) -> bool:
+    return isinstance(each, torch.Tensor) and each.requires_grad
+
+
+class _Replay(torch.autograd.Function):
+    """The node of a replayed block. It holds the token of its forward where a node holds its saved tensors, so that it
+    lets go of the token when it frees them."""
+
+    @staticmethod
+    def forward(ctx: Any, block: CapturedBlock, token: weakref.ref[Token], *_inputs: torch.Tensor) -> Any:
+        ctx.block, ctx.token = block, token
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(block._nothing)
+        results, without_gradient = block.results()
+        ctx.mark_non_differentiable(*without_gradient)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        return (None, None, *ctx.block.backward(ctx.token(), gradients))

@@ -1,0 +1,223 @@
+"""Blocks that replay a recorded forward and backward have the bits of blocks that run as they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from activation_runs import CASES, MODELS, SCHEDULES, config_of, layers_of, llama, run
+from harness import Batch, Result, batches, differences, engine_for, states_of, train
+
+from ds_slide.errors import SlideError
+from ds_slide.runtime.captured.captures import STEADY, Phase
+from ds_slide.runtime.captured.graphs import Graph
+from ds_slide.runtime.memory.spare_memory import LOOKS
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.usefixtures("one_rank")]
+RECORDING = LOOKS[-1] + 2
+"""The step that records: behind the last decision about memory, and one more step."""
+STEPS = RECORDING + STEADY + 1
+RESIDENT = {"gpu_memory": "1GiB", "gpu_states": "1GiB"}
+Train = Callable[[Any], Any]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """All replays, of forwards and backwards."""
+    found: list[Graph] = []
+    replay = Graph.replay
+
+    def counted(self: Graph) -> None:
+        found.append(self)
+        replay(self)
+
+    monkeypatch.setattr(Graph, "replay", counted)
+    return found
+
+
+def captures_of(engine: Any) -> Any:
+    return engine.optimizer.runtime.parts.spare.activations.captures
+
+
+def both(training: Train, build: Callable[[], Any] = llama, schedule: str = "clipping") -> list[Result]:
+    """The results of `training` with blocks as they are written, and with recordings."""
+    found = []
+    for wanted in (False, True):
+        model = build()
+        torch.manual_seed(3)
+        with engine_for(model, config_of({**RESIDENT, "captured_blocks": wanted}, schedule)) as engine:
+            result = training(engine) or Result()
+            result.states = states_of(model)
+            found.append(result)
+    return found
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_replayed_blocks_have_the_same_bits(name: str, schedule: str, replays: list[Graph]) -> None:
+    """With dropout in their attention, clipping and accumulation."""
+    count = SCHEDULES[schedule][1]
+    data = batches(STEPS * count)
+    expected, report = run(MODELS[name](), {**RESIDENT, "captured_blocks": False}, data, schedule)
+    assert not replays
+    assert report["replayed"] == 0
+    result, report = run(MODELS[name](), {**RESIDENT, "captured_blocks": True}, data, schedule)
+    assert differences(result, expected) == []
+    blocks = len(layers_of(MODELS[name]()))
+    assert report["replayed"] == report["keep"] == blocks
+    assert len(replays) == 2 * blocks * count * (STEPS - RECORDING + 1)
+
+
+def test_another_shape_frees_the_recordings() -> None:
+    """They begin anew, after a longer pause, where batches have one shape again."""
+    data = [*batches(STEPS), *batches(1, seed=2, length=16), *batches(2 * STEADY + 2, seed=3)]
+    phases: list[tuple[Phase, int]] = []
+
+    def training(engine: Any) -> Result:
+        result = Result()
+        for batch in data:
+            result.losses += train(engine, [batch]).losses
+            phases.append((captures_of(engine).phase, len(captures_of(engine).recorded)))
+        return result
+
+    expected, result = both(training)
+    assert differences(result, expected) == []
+    phases = phases[len(data) :]
+    assert phases[STEPS - 1] == (Phase.KEPT, 6)
+    assert phases[STEPS] == (Phase.WAITING, 0)
+    assert phases[STEPS + 2 * STEADY] == (Phase.RECORDING, 0)
+    assert phases[STEPS + 2 * STEADY + 1] == (Phase.TRYING, 6)
+
+
+def two_forwards(engine: Any) -> Result:
+    """The second forward begins before the backward of the first one."""
+    result = train(engine, batches(STEPS))
+    for first, second in zip(batches(2, seed=5), batches(2, seed=6), strict=True):
+        loss = engine(**first).loss + engine(**second).loss
+        engine.backward(loss)
+        engine.step()
+        result.losses.append(loss.item())
+    return result
+
+
+def two_backwards(engine: Any) -> Result:
+    """A graph is kept for a second backward."""
+    result = train(engine, batches(STEPS))
+    loss = engine(**batches(1, seed=7)[0]).loss
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    engine.step()
+    return result
+
+
+def dropped_graphs(engine: Any) -> Result:
+    """Forwards without a backward, and evaluations between forward and backward."""
+    result = train(engine, batches(STEPS))
+    for batch in batches(2, seed=8):
+        engine(**batch)
+        loss = engine(**batch).loss
+        with torch.no_grad():
+            result.losses.append(engine(**batches(1, seed=9)[0]).loss.item())
+        engine.backward(loss)
+        engine.step()
+    return result
+
+
+def changed_attribute(engine: Any) -> Result:
+    """A value that the forward reads is changed by the script."""
+    result = train(engine, batches(STEPS))
+    for layer in layers_of(engine.module):
+        layer.self_attn.scaling = 0.1
+    result.losses += train(engine, batches(2, seed=10)).losses
+    return result
+
+
+def frozen_later(engine: Any) -> Result:
+    """A weight is frozen, and trained again."""
+    result = train(engine, batches(STEPS))
+    weight = layers_of(engine.module)[2].mlp.up_proj.weight
+    for trained in (False, True):
+        weight.requires_grad_(trained)
+        result.losses += train(engine, batches(2, seed=11)).losses
+    return result
+
+
+def hooked_later(engine: Any) -> Result:
+    """A hook inside of a block, which is called in each forward from then on."""
+    result, seen = train(engine, batches(STEPS)), []
+    handle = layers_of(engine.module)[1].mlp.register_forward_hook(lambda *call: seen.append(call[2].sum().item()))
+    result.losses += train(engine, batches(2, seed=12)).losses
+    handle.remove()
+    result.losses += train(engine, batches(1, seed=13)).losses
+    assert len(seen) == 2
+    result.losses += seen
+    return result
+
+
+def masked(engine: Any) -> Result:
+    """Batches of one shape with a mask, and without."""
+    result = train(engine, batches(STEPS))
+    for batch in batches(3, seed=14):
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, :5] = 0
+        given: Batch = {**batch, "attention_mask": mask}
+        result.losses += train(engine, [given, batch]).losses
+    return result
+
+
+def gradients_between(engine: Any) -> Result:
+    """A script reads hidden states of two micro-batches, which later replays must not change."""
+    result = train(engine, batches(STEPS))
+    kept = []
+    for batch in batches(2, seed=15):
+        output = engine(**batch, output_hidden_states=True)
+        kept += [each.detach() for each in output.hidden_states]
+        engine.backward(output.loss)
+        engine.step()
+    result.losses += [each.double().sum().item() for each in kept]
+    return result
+
+
+LOOPS = [
+    two_forwards, two_backwards, dropped_graphs, changed_attribute, frozen_later, hooked_later, masked,
+    gradients_between,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops_as_people_write_them(loop: Train, replays: list[Graph]) -> None:
+    expected, result = both(loop)
+    assert differences(result, expected) == []
+    assert replays
+
+
+def test_memory_that_is_short_frees_the_recordings() -> None:
+    with engine_for(llama(), config_of({**RESIDENT, "captured_blocks": True})) as engine:
+        train(engine, batches(STEPS))
+        captures = captures_of(engine)
+        loss = engine(**batches(1)[0]).loss
+        captures.give_up()
+        assert len(captures.recorded) == 6  # a graph waits for its backward
+        engine.backward(loss)
+        engine.step()
+        del loss
+        captures.give_up()
+        assert not captures.recorded
+        train(engine, batches(1))
+
+
+def test_a_second_derivative_is_refused_by_name() -> None:
+    with engine_for(llama(), config_of({**RESIDENT, "captured_blocks": True})) as engine:
+        train(engine, batches(STEPS))
+        output = engine(**batches(1)[0])
+        (embedding,) = [each for each in engine.module.parameters() if each.shape[0] == 256][:1]
+        with pytest.raises(SlideError, match="create_graph=True goes through model"):
+            torch.autograd.grad(output.loss, embedding, create_graph=True, allow_unused=True)
+
+
+def test_the_cpu_accelerator_records_nothing_unasked(replays: list[Graph]) -> None:
+    _, report = run(llama(), RESIDENT, batches(STEPS))
+    assert report["replayed"] == 0
+    assert not replays
