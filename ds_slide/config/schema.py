@@ -416,6 +416,16 @@ class SlideConfig(_Block):
     nothing. If gradients are not held, the head may be used once in a backward.
     """
 
+    experts: AutoSize = Field(default="auto", description=f'"auto", 0 or {SIZE_HELP}')
+    """GPU buffer for frozen experts that [move in parts](adapters.md#experts-that-move-in-parts).
+
+    Blocks then leave their experts in host memory. A few experts at a time pass through three buffers of this size
+    while the block computes, and experts without a token are not fetched. 0: blocks move whole. "auto": whole, unless
+    their slots do not fit or take more than half of the GPU budget; an engine without an optimizer moves experts in
+    parts unless all blocks fit. Its buffers have 256 MiB. A size: in parts, at least one expert at a time. It needs
+    fused experts of transformers, which this rank can read in host memory.
+    """
+
     huge_pages: StrictBool = Field(default=False, description="true or false")
     """Whether states in host memory ask for transparent huge pages.
 

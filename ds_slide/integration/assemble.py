@@ -26,9 +26,11 @@ from ds_slide.errors import SlideConfigError
 from ds_slide.integration.divided_tensors import DividedTensors
 from ds_slide.integration.partitions import DeepSpeedClients
 from ds_slide.integration.refused import REMOVE
+from ds_slide.model.experts import find_experts
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import Precision, Precisions, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.patching.apply import Replaced, apply_kernels
+from ds_slide.patching.experts import stream_experts
 from ds_slide.patching.head import stream_head
 from ds_slide.patching.packed import prepare_packed
 from ds_slide.plan.host_room import FileMappings, groups, host_room, local_ranks, share_with
@@ -84,6 +86,9 @@ def assemble(
         clients = DeepSpeedClients(ranks.rank, process_group)
         runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
         kernels.patches.append(DividedTensors(runtime))
+        if (ring := runtime.parts.experts) is not None:
+            sources = [(each, ring.source_of(each, runtime.units)) for each in find_experts(module, group_of)[0]]
+            kernels.patches.extend(stream_experts(each, source) for each, source in sources if source is not None)
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))
@@ -130,7 +135,44 @@ def divided(
     if config.compression is not None and settings.trains:
         _check_compressed(config.compression, [part for part in structure.parts if part.compressed])
     specs = _in_forward_order(module, structure.units)
-    return [_unit_plan(spec, group_of, settings, world_size, head) for spec in specs], head
+    # Experts move in parts where this rank has all of them in its host memory, or can read them in the other ranks'.
+    experts = _experts(module, group_of, specs, config, readable=carries_buffers and not on_ssd)
+    return [_unit_plan(spec, group_of, settings, world_size, head, experts) for spec in specs], head
+
+
+def _experts(
+    module: nn.Module,
+    group_of: Mapping[nn.Parameter, int],
+    specs: Sequence[UnitSpec],
+    config: SlideConfig,
+    *,
+    readable: bool,
+) -> frozenset[str]:
+    """Return the names of the parameters of experts that can move in parts. Raises SlideConfigError where the block
+    asks for that and none can. `readable`: whether this rank can read all weights in host memory."""
+    if not config.experts:
+        return frozenset()
+    found, reasons = find_experts(module, group_of)
+    # They move through buffers beside the slots of their block, which has nothing else that is packed.
+    of_blocks = [
+        {name for name, _ in spec.parameters}
+        for spec in specs
+        if spec.kind == "block" and not spec.carried and not spec.as_bytes and not spec.precision.narrowed
+    ]
+    in_blocks = {
+        each.path: each for each in found if any(names.issuperset(each.parameter_names) for names in of_blocks)
+    }
+    reasons |= {each.path: "its block has other or packed weights" for each in found if each.path not in in_blocks}
+    if readable and in_blocks:
+        return frozenset(name for each in in_blocks.values() for name in each.parameter_names)
+    if config.experts != "auto":
+        path, reason = next(iter(reasons.items()), ("", "it has no fused experts of transformers 5"))
+        reason = reason if readable else "their weights may go to SSD, or each rank has a part of them"
+        raise SlideConfigError(
+            f"ds_slide.experts is {config.experts}, but the experts of {path or 'the model'} cannot move in parts: "
+            f'{reason}; set it to "auto" or 0'
+        )
+    return frozenset()
 
 
 def _with_rules(precisions: Precisions, group_of: Mapping[nn.Parameter, int], settings: RuntimeSettings) -> Precisions:
@@ -175,6 +217,7 @@ def _unit_plan(
     settings: RuntimeSettings,
     world_size: int,
     head: StreamedHead | None,
+    experts: Collection[str],
 ) -> UnitPlan:
     by_name = dict(spec.parameters)
     infos = [
@@ -184,6 +227,7 @@ def _unit_plan(
             parameter_numel(parameter),
             group_of.get(parameter),
             parameter.dtype if name in spec.as_bytes else None,
+            of_experts=name in experts,
         )
         for name, parameter in spec.parameters
     ]

@@ -12,6 +12,8 @@ some step shifts nothing.
 
 A frozen tensor of another data type than the unit's is kept as bytes (`ParameterInfo.dtype`): it fills whole elements
 of the unit, and is viewed in its own data type where it is read.
+
+Experts that can move in parts come last. A slot need not hold them (`UnitLayout.without_experts`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ class ParameterInfo:
     group: int | None
     dtype: torch.dtype | None = None
     """The data type of a frozen tensor that is kept as bytes; None: the unit's."""
+    of_experts: bool = False
+    """Whether it is a frozen 3-D parameter of experts that can move in parts: a slice of it is an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,7 @@ class UnitLayout:
 
     entries: tuple[Entry, ...]
     """Trainable entries, sorted stably by group. Then come entries that became trainable later, and then frozen entries
-    in the given order."""
+    in the given order, those of experts last."""
     world_size: int
     trainable_numel: int
     """Local elements with gradient and states: [0, trainable_numel) of the local state buffers."""
@@ -128,6 +132,23 @@ class UnitLayout:
     """Spans of one group each; they cover [0, trainable_numel) without gaps."""
     carried: tuple[Entry, ...] = ()
     """Places of frozen tensors that are no parameters, behind all parameters."""
+
+    @property
+    def experts(self) -> tuple[Entry, ...]:
+        """The entries of experts that can move in parts."""
+        return tuple(entry for entry in self.entries if entry.of_experts)
+
+    @property
+    def expert_numel(self) -> int:
+        """Elements of one expert's slices of these entries, each aligned; 0 where there are none."""
+        return sum(align_up(entry.numel // entry.shape[0]) for entry in self.experts)
+
+    def without_experts(self) -> UnitLayout:
+        """Return the layout of what is in front of the experts: in a slot, and in each rank's state buffer."""
+        if not self.experts:
+            return self
+        first, entries = self.experts[0], tuple(entry for entry in self.entries if not entry.of_experts)
+        return replace(self, entries=entries, local_numel=first.offset, slot_numel=first.slot_offset)
 
 
 def align_up(numel: int) -> int:
@@ -170,7 +191,10 @@ def with_later(layout: UnitLayout, groups: Mapping[str, int]) -> UnitLayout:
 
     They follow the entries that were trainable before, whose places stay the same.
     """
-    infos = [replace(entry, group=groups.get(entry.name, entry.group)) for entry in layout.entries]
+    infos = [
+        replace(entry, group=groups[entry.name], of_experts=False) if entry.name in groups else entry
+        for entry in layout.entries
+    ]
     trainable = sum(entry.trainable for entry in layout.entries)
     itemsize = max((entry.unit_itemsize for entry in (*layout.entries, *layout.carried)), default=1)
     in_order = [*infos[:trainable], *sorted(infos[trainable:], key=_group_order)]
@@ -188,7 +212,7 @@ def _in_order(
             whole = lcm(itemsize, info.dtype.itemsize) // info.dtype.itemsize
             partition_numel = -(-partition_numel // whole) * whole if world_size > 1 else partition_numel
         entry = Entry(
-            *(info.name, info.shape, info.numel, info.group, info.dtype),
+            *(info.name, info.shape, info.numel, info.group, info.dtype, info.of_experts),
             partition_numel=partition_numel,
             offset=offset,
             slot_offset=slot_offset,
@@ -213,8 +237,8 @@ def _in_order(
     )
 
 
-def _group_order(info: ParameterInfo) -> tuple[bool, int]:
-    return (info.group is None, info.group or 0)
+def _group_order(info: ParameterInfo) -> tuple[bool, int, bool]:
+    return (info.group is None, info.group or 0, info.of_experts)
 
 
 def _segments(entries: Iterable[Entry]) -> tuple[Segment, ...]:

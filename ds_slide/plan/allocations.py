@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_slide.compression.codec import GradientCodec
-from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize, held_bytes, is_held, masters_of
+from ds_slide.model.layout import UnitLayout
+from ds_slide.plan.needs import (
+    Needs,
+    Placement,
+    SsdNeeds,
+    UnitSize,
+    has_experts_in_parts,
+    held_bytes,
+    is_held,
+    masters_of,
+)
 from ds_slide.store.ssd.extents import chunk_bytes, sum_table_bytes, unit_extents, whole_pages
 from ds_slide.store.tiers import Tier
 from ds_slide.store.way_back import can_be_out_of_place, undo_log_bytes
@@ -40,6 +50,10 @@ STAGINGS = 2
 """GPU buffers for gradients: one is packed while the other is copied down."""
 ROW_BUFFERS = 2
 """GPU buffers for the weight of an outer module whose rows pass through the GPU; its gradient has the same number."""
+EXPERT_BUFFERS = 3
+"""GPU buffers for experts that move in parts: the GPU computes with one while two are filled or wait."""
+WHOLE_BYTES = 128
+"""Such a buffer has a multiple of this number of bytes, so that it has whole elements of each data type."""
 UNDO_RUN = 1 << 23
 """Elements of one run: 2 ms of 16 cores. An update that the next forward needs may have to wait for one run."""
 PIECES = 2
@@ -49,6 +63,7 @@ PIECE_BYTES = 16 << 20
 
 # Names of the entries that belong to no single unit.
 SLOTS = "slots of the window"
+EXPERTS = "experts on their way"
 STAGED = "gradients being packed"
 STAGED_PARTS = "this rank's part of gradients being packed"
 GATHERED = "parts of weights being gathered"
@@ -293,8 +308,24 @@ def slot_bytes(units: Sequence[UnitSize], needs: Needs, placement: Placement) ->
     Promoted blocks count, because they come back."""
     blocks, placement = streamed(units, placement.home), placement.home
     gathered = (unit.share for index, unit in blocks.items() if is_gathered(index, needs, placement))
-    whole = max((unit.layout.slot_numel * unit.weight_bytes for unit in blocks.values()), default=0)
+    whole = max((_in_slot(unit, needs).slot_numel * unit.weight_bytes for unit in blocks.values()), default=0)
     return whole + max(gathered, default=0)
+
+
+def _in_slot(unit: UnitSize, needs: Needs) -> UnitLayout:
+    return unit.layout.without_experts() if has_experts_in_parts(unit, needs) else unit.layout
+
+
+def expert_buffer_bytes(units: Iterable[UnitSize], needs: Needs) -> int:
+    """Bytes of a buffer for experts on their way: the wanted number, but at least one expert and at most all of a
+    block's; 0 where blocks move whole."""
+    in_parts = [unit for unit in units if has_experts_in_parts(unit, needs)]
+    if not in_parts:
+        return 0
+    assert needs.experts != "auto"
+    one = max(unit.expert_bytes for unit in in_parts)
+    all_of_block = max(unit.expert_bytes * unit.layout.experts[0].shape[0] for unit in in_parts)
+    return max(one, min(needs.experts, all_of_block) // WHOLE_BYTES * WHOLE_BYTES)
 
 
 def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:
@@ -306,6 +337,8 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     blocks, ranks = streamed(units, placement), needs.world_size
     slots = min(placement.window, len(blocks))
     yield Allocation(SLOTS, "gpu", slots * slot_bytes(units, needs, placement), "the window", slots)
+    if buffer := expert_buffer_bytes(units, needs):
+        yield Allocation(EXPERTS, "gpu", EXPERT_BUFFERS * buffer, "weights on their way", EXPERT_BUFFERS)
     packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_outer or index in placement.on_gpu)]
     staged = max((unit.codec.nbytes for unit in packed), default=0)
     if encoding := max((unit.codec.encode_bytes for unit in units), default=0):
@@ -318,7 +351,11 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     gathered = [unit.share for index, unit in enumerate(units) if is_gathered(index, needs, placement)]
     yield Allocation(GATHERED, "gpu", ranks * max(gathered, default=0), "weights on their way")
     home = placement.home
-    shared = [unit.share for index, unit in streamed(units, home).items() if not is_gathered(index, needs, home)]
+    shared = [
+        _in_slot(unit, needs).local_numel * unit.weight_bytes
+        for index, unit in streamed(units, home).items()
+        if not is_gathered(index, needs, home)
+    ]
     yield Allocation(UPLOADED, "gpu", ranks * max(shared, default=0), "weights on their way")
 
 

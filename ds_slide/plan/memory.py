@@ -23,7 +23,7 @@ from ds_slide.plan.allocations import (
     total,
     undo_bytes,
 )
-from ds_slide.plan.needs import Needs, Placement, UnitSize, is_held, masters_of
+from ds_slide.plan.needs import Needs, Placement, UnitSize, has_experts_in_parts, is_held, masters_of
 from ds_slide.plan.placement import USABLE_SHARE, place_on_host
 from ds_slide.report.log import size
 
@@ -44,6 +44,12 @@ class AutomaticShares:
     window: float = 0.10
     """Part of the GPU for slots that hide no fetch. 14 GB on a 141 GB card hold all blocks of a 7 B model. On a 24 GB
     card 2.4 GB hold 15 of the 36 blocks of a 3 B model."""
+    whole_blocks: float = 0.5
+    """Part of the GPU for the least number of slots, where blocks have frozen experts. Above that, these move in parts:
+    activations need the rest."""
+    experts: int = 256 << 20
+    """Bytes of a GPU buffer for experts that move in parts: 4.9 ms of transfer, beside which launching the products of
+    a few experts does not show. Three buffers hold 9 experts of DeepSeek-V3."""
     ring: float = 1 / 3
     """Buffers for each block whose update begins as its gradient arrives. Where updates take as long as forward and
     backward together, which is 1.5 backwards, a third of the gradients wait when the backward ends. With 4 buffers for
@@ -216,6 +222,34 @@ def gpu_cost(unit: UnitSize, needs: Needs) -> int:
 
 def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
     """Place the units. Raises SlideError when a budget does not suffice, and says what would."""
+    if needs.experts != "auto":
+        return _with_masters(units, needs, budgets)
+    whole, in_parts = replace(needs, experts=0), replace(needs, experts=AUTOMATIC.experts)
+    if not any(unit.expert_bytes for unit in units):
+        return _with_masters(units, whole, budgets)
+    try:
+        plan = _with_masters(units, whole, budgets)
+    except DoesNotFit as error:
+        if error.tier != "gpu":
+            raise
+        return _with_masters(units, in_parts, budgets)
+    return plan if _whole_blocks_pay(plan, budgets) else _with_masters(units, in_parts, budgets)
+
+
+def _whole_blocks_pay(plan: Plan, budgets: Budgets) -> bool:
+    """Whether blocks with frozen experts move whole, in a plan that has them so.
+
+    Training uses nearly all experts of a block: 64 tokens, each routed to 8 of 128, hit 126. Whole blocks are then
+    fetched under the block before. An engine without an optimizer may generate, where a token hits 8 of 128."""
+    blocks = len(streamed(plan.units, plan.placement))
+    least = min(plan.needs.window, blocks) * slot_bytes(plan.units, plan.needs, plan.placement)
+    if least > AUTOMATIC.whole_blocks * budgets.gpu_limit:
+        return False
+    return plan.needs.trains or plan.placement.window >= blocks
+
+
+def _with_masters(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:
+    """Return the plan, with rounded masters where nothing else fits and the needs leave that open."""
     if needs.rounds_masters != "auto":
         return _plan(units, needs, budgets)
     try:
@@ -326,7 +360,10 @@ def _first_within(left: int, units: Sequence[UnitSize], needs: Needs) -> list[in
     candidates = [
         index
         for index, unit in enumerate(units)
-        if needs.trains and not unit.passing_numel and not masters_of(unit, needs)
+        if needs.trains
+        and not unit.passing_numel
+        and not masters_of(unit, needs)
+        and not has_experts_in_parts(unit, needs)
     ]
     for index in sorted(candidates, key=lambda index: (not units[index].stays, index)):
         cost = gpu_cost(units[index], needs)

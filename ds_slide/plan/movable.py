@@ -8,7 +8,7 @@ import torch
 
 from ds_slide.plan.allocations import of_promoted, of_unit, slot_bytes, streamed, total
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.needs import masters_of
+from ds_slide.plan.needs import has_experts_in_parts, masters_of
 from ds_slide.plan.spare import Movable, Slots, least_slots
 
 
@@ -28,6 +28,8 @@ def why_fixed(plan: Plan, index: int) -> str | None:
         return "its matrices are updated on the GPU, and their states are in host memory"
     if unit.passing_numel:
         return "its rows pass through the GPU"
+    if has_experts_in_parts(unit, plan.needs):
+        return "its experts move in parts"
     if any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs):
         return "its states are in a short format, which is updated by the CPU"
     return None

@@ -48,6 +48,11 @@ class UnitSize:
         return self.kind != "block"
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert that can move by itself; 0 where the unit has none."""
+        return self.layout.expert_numel * self.weight_bytes
+
+    @property
     def share(self) -> int:
         """Bytes of one rank's weights."""
         return self.layout.local_numel * self.weight_bytes
@@ -106,6 +111,9 @@ class Needs:
     stochastically. "auto": only where nothing else fits; a plan's own needs never say it."""
     whole_units: bool = False
     """Whether a client's optimizer updates whole units in host memory, over fp32 views of masters and gradients."""
+    experts: Literal["auto"] | int = 0
+    """Bytes of a GPU buffer for experts that move in parts; 0: blocks move whole. "auto": as memory needs; a plan's own
+    needs never say it."""
     out_of_place: Literal["auto"] | bool = "auto"
     """Whether the way back is spare state buffers. "auto": as host memory allows; False: never; True: all units that
     can have some get them first."""
@@ -144,6 +152,11 @@ class Placement:
     def on_ssd(self) -> frozenset[int]:
         """Units with any state on SSD."""
         return self.weights_on_ssd | self.chunks_on_ssd | self.gradients_on_ssd
+
+
+def has_experts_in_parts(unit: UnitSize, needs: Needs) -> bool:
+    """Whether experts of the block are in no slot, and pass through buffers of their own."""
+    return bool(needs.experts and unit.expert_bytes)
 
 
 def is_held(unit: UnitSize, needs: Needs) -> bool:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.plan.allocations import (
     BLOCK_RING,
+    EXPERTS,
     GATHERED,
     OUTER_RING,
     PIECES_RING,
@@ -61,6 +62,7 @@ from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.ssd.ssd import SsdStates, UnitsOnSsd, open_ssd, provide_buffers, space_for_inputs
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.runtime.updates.updating import Updating
+from ds_slide.runtime.weights.experts import ExpertRing
 from ds_slide.runtime.weights.rows import RowBuffers
 from ds_slide.runtime.weights.uploads import Gathers, Uploads
 from ds_slide.runtime.weights.window import Window
@@ -262,6 +264,7 @@ def _parts(module: nn.Module, context: Context, units: list[Unit], ssd: SsdState
         spare=make_spare_memory(module, context, units, updating),
         ssd=ssd,
         rows=_row_buffers(context, units),
+        experts=ExpertRing(context, uploads) if allocator.tier(EXPERTS) is not None else None,
         watchdog=_watchdog(context),
     )
 

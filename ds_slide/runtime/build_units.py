@@ -20,6 +20,7 @@ from ds_slide.plan.allocations import (
     undo_runs,
     whole_weights_of,
 )
+from ds_slide.plan.needs import has_experts_in_parts
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.core.futures import Future
@@ -55,7 +56,8 @@ def make_unit(context: Context, unit_plan: UnitPlan, order: int, ssd: UnitsOnSsd
         state = _state_on_gpu(context, unit_plan, held or unit_plan.codec.dtype)
     else:
         state = _state(context, unit_plan, order, ssd)
-    unit = Unit(unit_plan, order, state, Future.completed(context.failures), held)
+    in_parts = has_experts_in_parts(context.plan.units[order], context.plan.needs)
+    unit = Unit(unit_plan, order, state, Future.completed(context.failures), held, experts_in_parts=in_parts)
     unit.way_back = _way_back(context, unit, keeps_weight=several)
     unit.is_gathered = several and (context.shared is None or on_gpu or order in ssd.weights)
     if state.writes_change or (on_gpu and not several):

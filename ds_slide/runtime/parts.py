@@ -14,6 +14,7 @@ from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.memory.spare_memory import SpareMemory
 from ds_slide.runtime.ssd.ssd import SsdStates
 from ds_slide.runtime.updates.updating import Updating
+from ds_slide.runtime.weights.experts import ExpertRing
 from ds_slide.runtime.weights.rows import RowBuffers
 from ds_slide.runtime.weights.uploads import Gathers, Uploads
 from ds_slide.runtime.weights.window import Window
@@ -38,6 +39,8 @@ class Parts:
     ssd: SsdStates | None = None
     rows: RowBuffers | None = None
     """The buffers of the outer module whose weight is streamed through the GPU."""
+    experts: ExpertRing | None = None
+    """The buffers of experts that move in parts."""
     watchdog: Watchdog | None = None
     announcements: Board | None = None
     """The board where ranks that may run different modules announce their gradients; None if all must run the same."""

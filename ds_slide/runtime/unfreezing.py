@@ -129,6 +129,8 @@ def _require_possible(runtime: SlideRuntime, change: _Change) -> None:
         reason = f"{unit.name} is on SSD"
     elif as_bytes := [name for name in change.names if name in unit.spec.as_bytes]:
         reason = f"{as_bytes[0]} moves with the packed weights of {unit.name}, as bytes without states"
+    elif experts := [name for name in change.names if name in unit.experts]:
+        reason, way_out = f"{experts[0]} moves in parts (ds_slide.experts)", f"{AT_START}, or set ds_slide.experts to 0"
     elif unit.chunk_rows:
         reason = f"the rows of {unit.name} pass through the GPU (ds_slide.stream_head)"
     elif runtime.accumulation.is_open:

@@ -169,6 +169,8 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
     for what, scratch in ((names.GATHERED, parts.gathers.scratch), (names.UPLOADED, parts.uploads._scratch)):
         if scratch is not None:
             found[what] = [scratch]
+    if parts.experts is not None:
+        found[names.EXPERTS] = list(parts.experts.buffers)
     if runtime.rows is not None:
         buffers = runtime.rows._buffers
         found[names.rows_of(runtime.rows.unit.name)] = list(buffers.weights)

@@ -111,6 +111,7 @@ class RuntimeSettings:
             page_locks=gpu_is_own,
             speculates=held is not None and self.by_elements and self.slide.speculate is not False,
             whole_units=self.whole_units,
+            experts=slide.experts,
             rounds_masters=_ROUNDS_MASTERS["fp32" if slide.compression is None else slide.compression.master_dtype],
             out_of_place=slide.debug.out_of_place,
         )

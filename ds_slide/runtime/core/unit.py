@@ -115,10 +115,17 @@ class Unit:
     """
 
     def __init__(
-        self, plan: UnitPlan, order: int, state: UnitState, updated: Future, held_dtype: torch.dtype | None = None
+        self,
+        plan: UnitPlan,
+        order: int,
+        state: UnitState,
+        updated: Future,
+        held_dtype: torch.dtype | None = None,
+        *,
+        experts_in_parts: bool = False,
     ) -> None:
         """Make a unit without uses. `updated`: a complete future. `held_dtype`: the data type of its held gradient in
-        host memory or on SSD; None where it is not held."""
+        host memory or on SSD; None where it is not held. `experts_in_parts`: whether its experts are in no slot."""
         self.spec = plan.spec
         self.dtype = state.dtype_of("weight")
         self.converts_gradient = held_dtype not in (None, plan.codec.dtype)
@@ -150,6 +157,7 @@ class Unit:
         (`ds_slide.runtime.weights.rows`)."""
         self.way_back: WayBack | None = None
         """The way back from speculative updates; None where there is none."""
+        self._experts_in_parts = experts_in_parts
         self._carried = plan.carried
         self.lay_out(plan.layout, plan.parameters, state, plan.codec)
 
@@ -159,6 +167,8 @@ class Unit:
         """Set what depends on which parameters are trainable: at the start, and when more become trainable. No update
         is pending."""
         self.layout = layout
+        self.slot_layout = layout.without_experts() if self._experts_in_parts else layout
+        """What a slot holds: all but the experts that move in parts (`ds_slide.runtime.weights.experts`)."""
         self.parameters = list(parameters)
         self.state = state
         self.codec = codec
@@ -268,13 +278,23 @@ class Unit:
         """Return the data type of a parameter that a script sees outside of a forward."""
         return entry.dtype or self.parameter_dtype
 
+    @property
+    def in_slot(self) -> list[nn.Parameter]:
+        """The parameters that a slot holds."""
+        return self.parameters[: len(self.slot_layout.entries)]
+
+    @property
+    def experts(self) -> dict[str, Entry]:
+        """The parameters of experts that move in parts, by name."""
+        return {entry.name: entry for entry in self.layout.entries[len(self.slot_layout.entries) :]}
+
     def slot_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return one view per parameter, and then one per carried tensor, in its own shape, of a buffer in slot layout
-        (at least `slot_numel` elements). Parameters keep the views after an evaluation in inference mode, so they are
-        made outside of it: no graph may save inference tensors."""
+        """Return one view per parameter that a slot holds, and then one per carried tensor, in its own shape, of a
+        buffer in slot layout (at least `slot_numel` elements). Parameters keep the views after an evaluation in
+        inference mode, so they are made outside of it: no graph may save inference tensors."""
         with torch.inference_mode(False):
             buffer = buffer.view(self.dtype)
-            places = (*self.layout.entries, *(each.entry for each in self.carried))
+            places = (*self.slot_layout.entries, *(each.entry for each in self.carried))
             return [entry.viewed(buffer[entry.slot_place], entry.numel).view(entry.shape) for entry in places]
 
     def find_carried_home(self) -> None:

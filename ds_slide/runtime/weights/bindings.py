@@ -36,12 +36,14 @@ class Bindings:
         """The block bound for the graph of a backward, until another block is bound for it."""
 
     def bind(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
-        """Point the unit's parameters and carried tensors to `views`, one each, in its own shape."""
-        self._clients.set_availability(unit.parameters, Binding.COMPUTING)
-        for parameter, view in zip(unit.parameters, views, strict=not unit.carried):
+        """Point the unit's parameters and carried tensors to `views`, one each, in its own shape. Experts that move in
+        parts stay ABSENT."""
+        parameters = unit.in_slot
+        self._clients.set_availability(parameters, Binding.COMPUTING)
+        for parameter, view in zip(parameters, views, strict=not unit.carried):
             parameter.data = view
         if unit.carried:
-            unit.bind_carried(views[len(unit.parameters) :])
+            unit.bind_carried(views[len(parameters) :])
 
     def unbind(self, unit: Unit) -> None:
         """Point the unit's parameters to empty tensors, and its carried tensors to host memory."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ds_slide.model.layout import UnitLayout, pieces
+from ds_slide.model.layout import Entry, UnitLayout, piece, pieces
 from ds_slide.runtime.core.device import PASSED, Device, Marker
 from ds_slide.runtime.core.futures import Failures, Future, synchronize
 from ds_slide.runtime.core.ranks.collectives import Ranks
@@ -66,27 +66,45 @@ class Uploads:
         buffer = buffer.view(unit.dtype)
         if (parts := self._shared.get(unit.order)) is not None:
             return self._fill_from_all(unit, parts, buffer)
-        numel = unit.layout.local_numel
+        numel = unit.slot_layout.local_numel
         target = own_part(unit, buffer) if unit.is_gathered else buffer[:numel]
         with unit.state.weights.for_upload() as weight:
-            target.copy_(weight, non_blocking=True)
+            target.copy_(weight[:numel], non_blocking=True)
             if unit.state.weights.buffer.tier == "ssd":  # the host buffer goes to other weights at the end
                 self._copied(unit)
         return numel * buffer.element_size()
 
     def _fill_from_all(self, unit: Unit, parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> int:
-        numel = unit.layout.local_numel
+        numel = unit.slot_layout.local_numel
         if unit.is_streamed:
             assert self._scratch is not None
             scratch = self._scratch.view(unit.dtype)
             for rank, part in enumerate(parts):
-                scratch[rank * numel : (rank + 1) * numel].copy_(part, non_blocking=True)
-            _lay_out(unit.layout, scratch, buffer)
+                scratch[rank * numel : (rank + 1) * numel].copy_(part[:numel], non_blocking=True)
+            _lay_out(unit.slot_layout, scratch, buffer)
             return len(parts) * numel * buffer.element_size()
         moved = 0
         for rank, source, place in pieces(unit.layout):
             target = buffer[place]
             target.copy_(parts[rank][source], non_blocking=True)
+            moved += target.numel() * target.element_size()
+        return moved
+
+    def fill_experts(self, unit: Unit, copies: Sequence[tuple[Entry, slice, torch.Tensor]]) -> int:
+        """Upload slices of a unit's experts. `copies`: entry, span of its flat elements, and flat GPU memory for them.
+        Returns the bytes moved."""
+        own = unit.state.weights.buffer
+        parts = self._shared.get(unit.order)
+        moved = 0
+        for entry, span, target in copies:
+            for rank in range(unit.layout.world_size):
+                first, end = piece(entry, rank)
+                start, stop = max(first, span.start), min(end, span.stop)
+                if start >= stop:
+                    continue
+                place = slice(entry.offset + start - first, entry.offset + stop - first)
+                source = own.read(place) if parts is None else parts[rank][place]
+                target[start - span.start : stop - span.start].copy_(source, non_blocking=True)
             moved += target.numel() * target.element_size()
         return moved
 

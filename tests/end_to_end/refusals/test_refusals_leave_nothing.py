@@ -105,6 +105,7 @@ VALUES: dict[str, Any] = {
     "cpu_cores": ["auto", "none", [0], [0, 0], [1023], [10**20]],
     "blocks": ["auto", ["model.layers"], ["model.layers"] * 2, ["model"], ["no.such"], ["\ud800"], ["x" * 300]],
     "stream_head": [True, False],
+    "experts": ["auto", 0, 1, "1MiB", 2**62],
     "flat_pieces": [True, False],
     "muon_scale": ["deepspeed", "moonlight"],
     "muon_norm": ["gradient", "update"],

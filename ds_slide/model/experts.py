@@ -1,0 +1,83 @@
+"""Frozen experts that can move in parts: transformers' fused experts, in 3-D parameters [experts, ..., ...].
+
+Such a module has one forward for all of them, and computes with the experts that a token was routed to. An expert is a
+slice of contiguous bytes. So a block of several GB needs the GPU memory of a few experts at a time
+(`ds_slide.runtime.weights.experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ds_slide.model.carried import TRAINED_DTYPES
+from ds_slide.model.layer_lists import parameter_shape
+
+_MARKS = ("num_experts", "is_transposed", "has_gate", "has_bias", "_is_expert_parallel")
+"""Attributes that `transformers.integrations.moe.use_experts_implementation` gives an experts module."""
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The experts of one module. `names`: its attributes that are 3-D parameters, in the order of the module."""
+
+    path: str
+    module: nn.Module
+    names: tuple[str, ...]
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The names of these parameters in `named_parameters()` of the model."""
+        return tuple(f"{self.path}.{name}" if self.path else name for name in self.names)
+
+
+def find_experts(root: nn.Module, trained: Collection[nn.Parameter]) -> tuple[list[Experts], dict[str, str]]:
+    """Return the experts in `root` that can move in parts, and for each other experts module, by its path, why it
+    cannot, as a clause. `trained`: the parameters that an optimizer updates."""
+    found: list[Experts] = []
+    reasons: dict[str, str] = {}
+    adapted = {id(base): wrapper for wrapper in root.modules() if (base := _base_of(wrapper)) is not None}
+    for path, module in root.named_modules():
+        if not all(hasattr(module, mark) for mark in _MARKS):
+            continue
+        names = tuple(_three_dimensional(module))
+        reason = _why_whole(module, names, trained, adapted.get(id(module)))
+        if reason is None:
+            found.append(Experts(path, module, names))
+        else:
+            reasons[path] = reason
+    return found, reasons
+
+
+def _base_of(wrapper: nn.Module) -> Any:
+    """Return the module whose parameter PEFT's `target_parameters` adapt; None for other modules."""
+    return getattr(wrapper, "base_layer", None) if hasattr(wrapper, "parameter_name") else None
+
+
+def _three_dimensional(module: nn.Module) -> Iterator[str]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and len(shape := parameter_shape(parameter)) == 3 and shape[0] == module.num_experts:
+            yield name
+
+
+def _why_whole(
+    module: nn.Module, names: tuple[str, ...], trained: Collection[nn.Parameter], wrapper: nn.Module | None
+) -> str | None:
+    """Return why the experts of a module cannot move in parts; None where they can."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if wrapper is not None:
+        return "its adapters (target_parameters) are added to the whole 3-D parameter"
+    if "parametrizations" in module._modules or not names:
+        return "it has no 3-D parameters of its own, but parametrizations or another form"
+    if len(own) != sum(1 for _ in module.parameters()):
+        return "a module inside of it has parameters, too"
+    if any(parameter in trained or parameter.requires_grad for parameter in own.values()):
+        return "it has parameters that are trained"
+    if len(dtypes := {own[name].dtype for name in names}) > 1 or not dtypes <= set(TRAINED_DTYPES):
+        return "its experts are not all in bfloat16, or in float16, or in float32"
+    if module._is_expert_parallel:
+        return "its experts are divided over the ranks"
+    return None

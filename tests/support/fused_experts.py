@@ -1,0 +1,76 @@
+"""Mixtures of experts as transformers 5 has them, fused in 3-D parameters: frozen, with adapters on attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from adapters import Adapter
+from harness import VOCABULARY, to_bf16
+from torch import nn
+
+EXPERTS, TOP_K, WIDTH, INNER, LAYERS = 8, 2, 64, 32, 3
+EXPERT_BYTES = 3 * WIDTH * INNER * 2
+"""Bytes of an expert in bf16: gate, up and down."""
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": (
+        "Qwen3Moe",
+        {"intermediate_size": 128, "moe_intermediate_size": INNER, "head_dim": 16, "num_experts": EXPERTS},
+    ),
+    "mixtral": ("Mixtral", {"intermediate_size": INNER, "num_local_experts": EXPERTS}),
+    # A dense block first; routing weights in fp32, with a bias, and an expert that all tokens share.
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "intermediate_size": 128,
+            "moe_intermediate_size": INNER,
+            "n_routed_experts": EXPERTS,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
+    # Experts with biases, which stay in the slot of the block, and with transposed matrices.
+    "gpt-oss": ("GptOss", {"intermediate_size": INNER, "num_local_experts": EXPERTS, "head_dim": 16}),
+}
+TARGETS = ("q_proj", "v_proj", "q_b_proj", "o_proj")
+
+
+def mixture(shape: str, implementation: str | None = None, checkpoints: Any = None, **options: Any) -> nn.Module:
+    """A model in bf16 whose only trained parameters are adapters on attention. `implementation`: of the experts.
+    `checkpoints`: the arguments of gradient checkpointing, if any."""
+    import transformers
+
+    name, sizes = SHAPES[shape]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(COMMON | sizes | options))
+    model = to_bf16(getattr(transformers, f"{name}ForCausalLM")(config))
+    if implementation is not None:
+        model.set_experts_implementation(implementation)
+    model.requires_grad_(False)
+    torch.manual_seed(1)
+    for layer in model.model.layers:
+        for parent in list(layer.modules()):
+            for child_name, child in list(parent.named_children()):
+                if child_name in TARGETS and isinstance(child, nn.Linear):
+                    setattr(parent, child_name, Adapter(child, torch.bfloat16))
+    if checkpoints is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
+        model.enable_input_require_grads()
+    return model.train()
