@@ -24,8 +24,22 @@ from ds_slide.model.experts import Experts
 from ds_slide.patching.kinds import Forward, ForwardPatch, autocast_dtype, replace_forward
 
 
+class Results(Protocol):
+    """The results that a call of a block keeps for its recomputations."""
+
+    def take(self) -> torch.Tensor | None:
+        """Return the next result; None where it is still to be computed."""
+
+    def put(self, result: torch.Tensor) -> None:
+        """Go on to the next result, which is `result`."""
+
+
 class ExpertSource(Protocol):
     """The experts of one module."""
+
+    @property
+    def results(self) -> Results | None:
+        """Those of the block's call under way, if it may be recomputed."""
 
     @property
     def at_once(self) -> int:
@@ -44,154 +58,156 @@ def _streamed(original: Forward, experts: Experts, source: ExpertSource) -> Forw
     @torch.compiler.disable
     def forward(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         others = {name: p for name, p in self._parameters.items() if name not in experts.names and p is not None}
-        routing = _Routing.of(index, self.num_experts)
-        parts = _Parts(self, original, source, tuple(others), routing, autocast_dtype(hidden.device.type))
-        output: torch.Tensor = _Experts.apply(parts, hidden, weights, routing.order, routing.ranks, *others.values())
+        of_pair, order = torch.sort(index.reshape(-1))
+        counts = torch.bincount(of_pair, minlength=self.num_experts)
+        ranks = ((counts > 0).cumsum(0) - 1)[of_pair]
+        on_host = counts.tolist()  # the only wait for the GPU
+        used = [expert for expert, count in enumerate(on_host) if count]
+        bounds = [0, *itertools.accumulate(on_host[expert] for expert in used)]
+        # The loop of transformers adds a token's experts one after the other, its other implementations in one sum.
+        in_order = self.config._experts_implementation in (None, "eager")
+        call = _Call(self, original, source, tuple(others), used, bounds, in_order, autocast_dtype(hidden.device.type))
+        output: torch.Tensor = _Experts.apply(call, hidden, weights, order, ranks, *others.values())
         return output
 
     return forward
 
 
 @dataclass(frozen=True)
-class _Routing:
-    """Pairs of a token and one of its experts, sorted by expert. The host knows the counts."""
-
-    experts: list[int]
-    """The experts that have tokens, ascending."""
-    counts: list[int]
-    """The number of tokens of each of them."""
-    order: torch.Tensor
-    """The sorted pairs [tokens * k], as token * k + place."""
-    ranks: torch.Tensor
-    """For each sorted pair, the place of its expert in `experts`."""
-
-    @classmethod
-    def of(cls, index: torch.Tensor, num_experts: int) -> _Routing:
-        """Return the routing of `index` [tokens, k]."""
-        of_pair, order = torch.sort(index.reshape(-1))
-        counts = torch.bincount(of_pair, minlength=num_experts)
-        ranks = ((counts > 0).cumsum(0) - 1)[of_pair]
-        on_host = counts.tolist()  # the only wait for the GPU
-        used = [expert for expert, count in enumerate(on_host) if count]
-        return cls(used, [on_host[expert] for expert in used], order, ranks)
-
-
-@dataclass(frozen=True)
 class _Part:
-    """Sorted pairs `rows`, and the number of their experts: `experts` in `_Routing.experts`."""
+    """Places in `_Call.experts`, and the pairs of these experts."""
 
-    rows: slice
     experts: slice
+    pairs: slice
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """One call of an experts module. `others`: names of the module's parameters that are in the block's slot."""
+class _Call:
+    """One call of an experts module. A pair is a token with one of its experts; pairs are sorted by expert."""
 
     module: Any
     function: Forward
     source: ExpertSource
     others: tuple[str, ...]
-    routing: _Routing
+    """Names of the module's parameters that are in the block's slot."""
+    experts: list[int]
+    """The experts that have tokens, ascending."""
+    bounds: list[int]
+    """The first pair of each of them, and the number of all pairs."""
+    in_order: bool
+    """Whether a token's experts are added one after the other."""
     autocast: torch.dtype | None
 
-    @property
-    def adds_in_order(self) -> bool:
-        """Whether a token's experts are added one after the other, and not in one sum. The loop of transformers does
-        that."""
-        return self.module.config._experts_implementation in ("eager", None)
+    def of_each(self, part: _Part | None = None) -> list[slice]:
+        """Return the pairs of each expert of a part, or of all."""
+        each = [slice(*both) for both in itertools.pairwise(self.bounds)]
+        return each if part is None else each[part.experts]
 
-    def __iter__(self) -> Iterator[_Part]:
-        of_each, step = self.of_each, self.source.at_once
-        for first in range(0, len(of_each), step):
-            last = min(first + step, len(of_each))
-            yield _Part(slice(of_each[first].start, of_each[last - 1].stop), slice(first, last))
-
-    @property
-    def of_each(self) -> list[slice]:
-        """The sorted pairs of each expert."""
-        bounds = [0, *itertools.accumulate(self.routing.counts)]
-        return [slice(*each) for each in itertools.pairwise(bounds)]
+    @contextlib.contextmanager
+    def parts(self) -> Iterator[Iterator[tuple[_Part, dict[str, torch.Tensor]]]]:
+        """A context with the parts and their parameters, which are on the GPU until the next part is asked for."""
+        step, last = self.source.at_once, len(self.experts)
+        chosen = [slice(first, min(first + step, last)) for first in range(0, last, step)]
+        parts = [_Part(each, slice(self.bounds[each.start], self.bounds[each.stop])) for each in chosen]
+        with contextlib.closing(self.source.passes(self.experts)) as passes:
+            yield zip(parts, passes, strict=True)
 
     def computed(
-        self, part: _Part, parameters: Mapping[str, torch.Tensor], others: Sequence[torch.Tensor], rows: torch.Tensor,
+        self,
+        part: _Part,
+        parameters: Mapping[str, torch.Tensor],
+        others: Sequence[torch.Tensor],
+        rows: torch.Tensor,
         ranks: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """Return the experts' results [n, h] for `rows` [n, h]."""
+    ) -> torch.Tensor:
+        """Return the results [n, h] of a part's experts for the rows [n, h] of its pairs."""
         here = copy.copy(self.module)
         here.__dict__.pop("forward", None)
-        used = torch.tensor(self.routing.experts[part.experts], device=rows.device) if others else None
+        used = torch.tensor(self.experts[part.experts], device=rows.device) if others else None
         here._parameters = {**parameters, **{name: each[used] for name, each in zip(self.others, others, strict=True)}}
         here.num_experts = part.experts.stop - part.experts.start
-        local = (ranks[part.rows] - part.experts.start)[:, None]
-        result: torch.Tensor = self.function(here, rows, local, torch.ones_like(local, dtype=rows.dtype))
+        index = (ranks[part.pairs] - part.experts.start)[:, None]
+        result: torch.Tensor = self.function(here, rows, index, torch.ones_like(index, dtype=rows.dtype))
         return result
 
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        """The autocast of the forward, for a backward."""
-        kind = self.routing.order.device.type
-        return torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext()
+    def in_backward(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        """The autocast of the forward."""
+        return torch.autocast(device, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
 
 
 class _Experts(torch.autograd.Function):
-    """`parts`, hidden [t, h], routing weights [t, k], sorted pairs and their ranks [t * k], parameters in the slot ->
-    [t, h]. These parameters are saved, so that the engine brings them back for backward."""
+    """A call, hidden [t, h], routing weights [t, k], sorted pairs [t * k] as token * k + place, the place of each
+    pair's expert in `_Call.experts`, parameters in the slot -> [t, h]. These parameters are saved, so that the engine
+    brings them back for backward."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        parts: _Parts,
+        call: _Call,
         hidden: torch.Tensor,
         weights: torch.Tensor,
         order: torch.Tensor,
         ranks: torch.Tensor,
         *others: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.parts = parts
+        ctx.call = call
         ctx.save_for_backward(hidden, weights, order, ranks, *others)
-        tokens, flat = order // weights.shape[-1], weights.reshape(-1)
-        added = torch.zeros_like(hidden)
-        weighted: torch.Tensor | None = None
-        with contextlib.closing(parts.source.passes(parts.routing.experts)) as passes:  # type: ignore[type-var]
-            for part, parameters in zip(parts, passes, strict=True):
-                where = tokens[part.rows]
-                result = parts.computed(part, parameters, others, hidden[where], ranks)
-                result = result * flat[order[part.rows], None]
-                if parts.adds_in_order:
-                    result = result.to(hidden.dtype)
-                    for pairs in parts.of_each[part.experts]:  # no token has an expert twice: the order is fixed
-                        added.index_add_(
-                            0, tokens[pairs], result[pairs.start - part.rows.start :][: len(tokens[pairs])]
-                        )
-                    continue
-                weighted = result.new_empty(len(order), result.shape[-1]) if weighted is None else weighted
-                weighted[order[part.rows]] = result
-        if weighted is None:
-            return added
-        return weighted.view(*weights.shape, -1).sum(dim=1).to(hidden.dtype)
+        results = call.source.results
+        output = None if results is None else results.take()
+        if output is None:
+            output = _output(call, hidden, weights, order, ranks, others)
+        if results is not None:
+            results.put(output)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        parts: _Parts = ctx.parts
+        call: _Call = ctx.call
         hidden, weights, order, ranks, *others = ctx.saved_tensors
         tokens, flat = order // weights.shape[-1], weights.reshape(-1)
         of_weights, of_rows = torch.zeros_like(flat), hidden.new_empty(len(order), hidden.shape[-1])
-        with contextlib.closing(parts.source.passes(parts.routing.experts)) as passes:  # type: ignore[type-var]
-            for part, parameters in zip(parts, passes, strict=True):
-                where, pairs = tokens[part.rows], order[part.rows]
+        with call.parts() as parts:
+            for part, parameters in parts:
+                where, pairs = tokens[part.pairs], order[part.pairs]
                 rows, own = hidden[where].requires_grad_(), flat[pairs].requires_grad_()
-                with torch.enable_grad(), parts.context():
-                    result = parts.computed(part, parameters, others, rows, ranks) * own[:, None]
-                    result = result.to(hidden.dtype) if parts.adds_in_order else result
-                of_rows[part.rows], of_weights[pairs] = torch.autograd.grad(
+                with torch.enable_grad(), call.in_backward(hidden.device.type):
+                    result = call.computed(part, parameters, others, rows, ranks) * own[:, None]
+                    result = result.to(hidden.dtype) if call.in_order else result
+                of_rows[part.pairs], of_weights[pairs] = torch.autograd.grad(
                     result, (rows, own), gradient[where].to(result.dtype)
                 )
         of_hidden = torch.zeros_like(hidden)
-        if parts.adds_in_order:
+        if call.in_order:
             # Autograd adds the gradients of the loop's steps, the last one first.
-            for pairs in reversed(parts.of_each):
+            for pairs in reversed(call.of_each()):
                 of_hidden.index_add_(0, tokens[pairs], of_rows[pairs])
         else:
             of_hidden.index_put_((tokens,), of_rows, accumulate=True)
         return None, of_hidden, of_weights.view_as(weights), None, None, *(None for _ in others)
+
+
+def _output(
+    call: _Call,
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    ranks: torch.Tensor,
+    others: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return the sum [t, h] over each token's experts, times their routing weights."""
+    tokens, flat = order // weights.shape[-1], weights.reshape(-1)
+    added, weighted = torch.zeros_like(hidden), None
+    with call.parts() as parts:
+        for part, parameters in parts:
+            rows = hidden[tokens[part.pairs]]
+            result = call.computed(part, parameters, others, rows, ranks) * flat[order[part.pairs], None]
+            if call.in_order:
+                # A token has an expert once, so that the order of these sums is fixed.
+                for pairs in call.of_each(part):
+                    start, stop = pairs.start - part.pairs.start, pairs.stop - part.pairs.start
+                    added.index_add_(0, tokens[pairs], result[start:stop].to(hidden.dtype))
+            else:
+                weighted = result.new_empty(len(order), hidden.shape[-1]) if weighted is None else weighted
+                weighted[order[part.pairs]] = result
+    return added if weighted is None else weighted.view(*weights.shape, -1).sum(dim=1).to(hidden.dtype)

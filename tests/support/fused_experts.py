@@ -46,6 +46,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 16,
         },
     ),
+    # An expert that all tokens share is added in place to the result of the others.
+    "qwen2": (
+        "Qwen2Moe",
+        {
+            "intermediate_size": 128,
+            "moe_intermediate_size": INNER,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": EXPERTS,
+        },
+    ),
     # Experts with biases, which stay in the slot of the block, and with transposed matrices.
     "gpt-oss": ("GptOss", {"intermediate_size": INNER, "num_local_experts": EXPERTS, "head_dim": 16}),
 }

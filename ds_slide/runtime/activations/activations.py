@@ -174,7 +174,7 @@ class Activations:
             elif (replay := self.captures.block_of(call)) is not None:
                 result = replay(call)
             else:
-                watched = WatchedCall(self._states[order], call)
+                watched = WatchedCall(self._states[order], call, recomputes=False)
                 result = watched(*call.inputs)
                 self._notice_change(call, watched)
         elif (mixture := forward.kept.mixed.get(order)) is not None and call.mixing_form is not None:

@@ -25,6 +25,7 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
 from ds_slide.runtime.activations.measuring import CountedCall
 from ds_slide.runtime.activations.state_places import Attributes, Found, found, globals_of_random
+from ds_slide.runtime.core.unit import KeptResults
 
 FIRST_CALLS = 2
 """The number of a block's first calls in which the contents of its tensors are compared, which waits for the GPU. Code
@@ -174,11 +175,19 @@ class WatchedCall:
     """One call of a block, its forward and its recomputations, in place of the layer's function."""
 
     def __init__(
-        self, state: BlockState, call: BlockCall, counted: CountedCall | None = None, *, guards_weights: bool = False
+        self,
+        state: BlockState,
+        call: BlockCall,
+        counted: CountedCall | None = None,
+        *,
+        guards_weights: bool = False,
+        recomputes: bool = True,
     ) -> None:
         """`counted`: counts what the call saves. `guards_weights`: a recomputation computes with the weights of the
         forward, or raises: the script has not asked for it. Without it, backward would use the forward's saved tensors:
-        a graph that is older than a step raises in plain torch, or computes with the activations of that time."""
+        a graph that is older than a step raises in plain torch, or computes with the activations of that time.
+        `recomputes`: the call may be recomputed, so that results of experts that move in parts stay. Fetching these
+        experts again takes longer than all else."""
         self._state = state
         self._function = counted or call.function
         self._as_written = call.written is not UNASKED
@@ -187,6 +196,8 @@ class WatchedCall:
         self._versions: list[int] | None = None
         """The weights' versions when the forward has ended."""
         self._before: Before | None = None
+        self._unit = call.unit
+        self._results = KeptResults() if recomputes and call.unit.experts else None
         self._has_run = False
         self.has_changed = False
         """Whether the forward has changed the block's state."""
@@ -218,10 +229,15 @@ class WatchedCall:
                 "activations would be recomputed with the new ones; call backward() before engine.step(), or set "
                 'ds_slide.activations to "as_written"'
             )
+        unit = self._unit
+        if self._results is not None:
+            self._results.begin(tuple(each.version for each in (unit, *unit.parts)))
+        around, unit.results = unit.results, self._results
         try:
             return self._function(*inputs)
         finally:  # not before: a forward may write to its weights before it uses them
             self._versions = self._versions_now()
+            unit.results = around
 
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self._weights]

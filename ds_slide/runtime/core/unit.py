@@ -20,6 +20,33 @@ from ds_slide.store.state import UnitState
 from ds_slide.store.way_back import WayBack
 
 
+class KeptResults:
+    """Results that one call of a block keeps from its forward for its recomputations. A recomputation takes them in the
+    same order. They are copies, because a model may add to a result in place."""
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+        self._versions: tuple[int, ...] = ()
+        self._next = 0
+
+    def begin(self, versions: tuple[int, ...]) -> None:
+        """Begin the forward or a recomputation. `versions`: of the block's weights; with others than the forward's,
+        the recomputation has other results."""
+        if versions != self._versions:
+            self._kept.clear()
+        self._versions, self._next = versions, 0
+
+    def take(self) -> torch.Tensor | None:
+        """Return the next result of the forward; None where it is still to be computed."""
+        return self._kept[self._next].clone() if self._next < len(self._kept) else None
+
+    def put(self, result: torch.Tensor) -> None:
+        """Go on to the next result, which is `result`."""
+        if self._next == len(self._kept):
+            self._kept.append(result.clone())
+        self._next += 1
+
+
 class PackedGradient(Protocol):
     """A GPU buffer with the gradients of a unit (`ds_slide.runtime.gradients.sources.Staging`)."""
 
@@ -157,6 +184,8 @@ class Unit:
         (`ds_slide.runtime.weights.rows`)."""
         self.way_back: WayBack | None = None
         """The way back from speculative updates; None where there is none."""
+        self.results: KeptResults | None = None
+        """For the call of the block that is under way, where it may be recomputed."""
         self._experts_in_parts = experts_in_parts
         self._carried = plan.carried
         self.lay_out(plan.layout, plan.parameters, state, plan.codec)

@@ -24,7 +24,7 @@ from ds_slide.plan.allocations import EXPERTS
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
-from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.core.unit import KeptResults, Unit
 from ds_slide.runtime.weights.uploads import Uploads
 
 
@@ -74,6 +74,11 @@ class StreamedExperts:
         """Elements of an expert."""
         self._views = [each.view(unit.dtype) for each in ring.buffers]
         self.at_once = self._views[0].numel() // sum(align_up(numel) for numel in self._numel.values())
+
+    @property
+    def results(self) -> KeptResults | None:
+        """The results that the block's call under way keeps for its recomputations."""
+        return self._unit.results
 
     def passes(self, experts: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the parameters ([n, ..., ...], by attribute) of the given experts, the next `at_once` of them each
