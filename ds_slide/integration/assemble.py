@@ -30,7 +30,7 @@ from ds_slide.model.experts import find_experts
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import Precision, Precisions, UnitSpec, find_structure, parameter_numel, parameter_shape
 from ds_slide.patching.apply import Replaced, apply_kernels
-from ds_slide.patching.experts import stream_experts
+from ds_slide.patching.experts import bring_experts, stream_experts
 from ds_slide.patching.head import stream_head
 from ds_slide.patching.packed import prepare_packed
 from ds_slide.plan.host_room import FileMappings, groups, host_room, local_ranks, share_with
@@ -43,6 +43,7 @@ from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.ranks.sharing import open_sharing
 from ds_slide.runtime.core.settings import RuntimeSettings, UnitPlan
 from ds_slide.runtime.engine import SlideRuntime
+from ds_slide.runtime.weights.experts import ExpertsInSlot, sources_of
 from ds_slide.runtime.weights.rows import StreamedHead, check_streamed_head, chunk_rows, find_streamed_head
 from ds_slide.store.host_memory import require_page_locks
 
@@ -86,9 +87,11 @@ def assemble(
         clients = DeepSpeedClients(ranks.rank, process_group)
         runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
         kernels.patches.append(DividedTensors(runtime))
-        if (ring := runtime.parts.experts) is not None:
-            sources = [(each, ring.source_of(each, runtime.units)) for each in find_experts(module, group_of)[0]]
-            kernels.patches.extend(stream_experts(each, source) for each, source in sources if source is not None)
+        for experts, source in sources_of(runtime, find_experts(module, group_of)[0]):
+            if isinstance(source, ExpertsInSlot):
+                kernels.patches.append(bring_experts(experts, source))
+            else:
+                kernels.patches.append(stream_experts(experts, source))
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,8 +45,29 @@ class ExpertSource(Protocol):
     def at_once(self) -> int:
         """The most experts in a part."""
 
-    def passes(self, experts: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
+    def passes(self, experts: Sequence[int]) -> Generator[dict[str, torch.Tensor]]:
         """Yield the parameters of the next `at_once` of `experts` (ascending), by attribute of the module."""
+
+
+class SlotExperts(Protocol):
+    """The experts of one module, whose block may have been fetched without them."""
+
+    def bring(self, index: torch.Tensor) -> None:
+        """Fetch the experts in `index` [tokens, k] that are not there."""
+
+
+def bring_experts(experts: Experts, source: SlotExperts) -> ForwardPatch:
+    """Make the module of `experts` ask `source` for the experts that its tokens are routed to."""
+
+    def build(original: Forward) -> Forward:
+        def forward(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+            if not torch.compiler.is_compiling():  # the engine leaves nothing out where code may be compiled
+                source.bring(index)
+            return original(self, hidden, index, weights)
+
+        return forward
+
+    return replace_forward(experts.module, "experts", build)
 
 
 def stream_experts(experts: Experts, source: ExpertSource) -> ForwardPatch:

@@ -233,19 +233,10 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
         if error.tier != "gpu":
             raise
         return _with_masters(units, in_parts, budgets)
-    return plan if _whole_blocks_pay(plan, budgets) else _with_masters(units, in_parts, budgets)
-
-
-def _whole_blocks_pay(plan: Plan, budgets: Budgets) -> bool:
-    """Whether blocks with frozen experts move whole, in a plan that has them so.
-
-    Training uses nearly all experts of a block: 64 tokens, each routed to 8 of 128, hit 126. Whole blocks are then
-    fetched under the block before. An engine without an optimizer may generate, where a token hits 8 of 128."""
     blocks = len(streamed(plan.units, plan.placement))
-    least = min(plan.needs.window, blocks) * slot_bytes(plan.units, plan.needs, plan.placement)
-    if least > AUTOMATIC.whole_blocks * budgets.gpu_limit:
-        return False
-    return plan.needs.trains or plan.placement.window >= blocks
+    least = min(needs.window, blocks) * slot_bytes(plan.units, plan.needs, plan.placement)
+    fits = least <= AUTOMATIC.whole_blocks * budgets.gpu_limit
+    return plan if fits else _with_masters(units, in_parts, budgets)
 
 
 def _with_masters(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:

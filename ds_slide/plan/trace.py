@@ -234,14 +234,15 @@ def _fused_attention() -> Iterator[None]:
 def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
 ) -> torch.Tensor:
-    if attn_mask is None:
+    if attn_mask is None and value.shape[-1] == query.shape[-1]:  # DeepSeek's values are shorter than its keys
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal)[0]
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask.expand(*query.shape[:3], key.shape[2]), True, dropout_p)[0]
+    mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+    return efficient(query, key, value, mask, True, dropout_p, is_causal)[0]
 
 
 class _Tracer(TorchDispatchMode):

@@ -78,7 +78,7 @@ class StateAccess:
     def begin_writing(self) -> None:
         """Wait until no other rank reads the weights. They have settled, and are about to be written from outside.
         Collective where weights are shared: every rank calls it, even if it then writes none of its own weights."""
-        if self._parts.experts is not None:
+        if any(unit.layout.experts for unit in self._parts.units):
             self._parts.context.lanes.h2d.drain()  # a forward that has been submitted may still be reading experts
         if self._parts.context.shared is not None:
             self._parts.context.lanes.h2d.drain()

@@ -19,8 +19,10 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
 from ds_slide.runtime.access import StateAccess
+from ds_slide.runtime.activations.activations import shape_of
 from ds_slide.runtime.core import running
 from ds_slide.runtime.core.calls import RootState, in_backward, require_no_transform
+from ds_slide.runtime.core.compiled_code import is_compiled
 from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ended import end
@@ -72,6 +74,8 @@ class SlideRuntime:
         """The host's handler for the beginning of a backward, which calls `begin_backward`. None: a backward begins by
         itself."""
         self.newcomers: Newcomers | None = None
+        self._is_compiled = False
+        """Whether a block was called by compiled code."""
         # The hooks come last: they call the objects above.
         self.hooks = ModelHooks(module, self)
         self.hooks.attach()
@@ -106,9 +110,20 @@ class SlideRuntime:
         self.taking.doubts.begin_forward(args, kwargs)
         if in_backward():
             return  # activations that the backward under way has kept or moved stay as they are
+        if self.parts.window is not None:
+            may_leave_out = self.parts.window.few_tokens and not torch.is_grad_enabled()
+            self.parts.window.begin_forward(self._tokens_of_uncompiled(args, kwargs) if may_leave_out else 0)
         if self.newcomers is not None and torch.is_grad_enabled():
             self.newcomers.look()
         self.parts.spare.begin_forward(args, kwargs)
+
+    def _tokens_of_uncompiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Return the number of tokens of a forward; 0 where compiled code may read experts that the engine does not
+        know of."""
+        if self._is_compiled or any(map(is_compiled, self._module.modules())):
+            return 0
+        shape = shape_of(args, kwargs)
+        return 0 if shape is None else shape.tokens
 
     def end_forward(self, *, completed: bool) -> None:
         if not in_backward():
@@ -122,6 +137,9 @@ class SlideRuntime:
     def find_compiled(self, unit: Unit) -> None:
         """Leave a block as it is written that `torch.compile` compiles with what is around it."""
         self.parts.spare.activations.leave_compiled(unit.order)
+        self._is_compiled = True
+        if self.parts.window is not None:
+            self.parts.window.begin_forward(0)
 
     def enter_forward(self, unit: Unit, *, with_backward: bool) -> None:
         require_no_transform()

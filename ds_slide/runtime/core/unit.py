@@ -196,7 +196,8 @@ class Unit:
         """Set what depends on which parameters are trainable: at the start, and when more become trainable. No update
         is pending."""
         self.layout = layout
-        self.slot_layout = layout.without_experts() if self._experts_in_parts else layout
+        self.layout_without_experts = layout.without_experts()
+        self.slot_layout = self.layout_without_experts if self._experts_in_parts else layout
         """What a slot holds: all but the experts that move in parts (`ds_slide.runtime.weights.experts`)."""
         self.parameters = list(parameters)
         self.state = state

@@ -17,6 +17,7 @@ then gathered weights stay until they change.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +44,14 @@ def _lay_out(layout: UnitLayout, flat: torch.Tensor, buffer: torch.Tensor) -> No
     torch._foreach_copy_(targets, sources)
 
 
+class Copy(NamedTuple):
+    """A copy of elements `span` of a parameter, flat, to GPU memory `target`."""
+
+    entry: Entry
+    span: slice
+    target: torch.Tensor
+
+
 class Uploads:
     """Uploads weights. Called by a lane, or by the compute thread while no lane uploads the same unit. `shared`: the
     parts of all ranks, by `Unit.order`. The scratch buffer belongs to the lane of the blocks."""
@@ -61,12 +70,13 @@ class Uploads:
         self._shared = shared
         self._scratch = scratch
 
-    def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
+    def fill(self, unit: Unit, buffer: torch.Tensor, *, without_experts: bool = False) -> int:
         """Upload this rank's part of the unit's weights, or all ranks' parts of shared weights, into `buffer`."""
         buffer = buffer.view(unit.dtype)
+        layout = unit.layout_without_experts if without_experts else unit.slot_layout
         if (parts := self._shared.get(unit.order)) is not None:
-            return self._fill_from_all(unit, parts, buffer)
-        numel = unit.slot_layout.local_numel
+            return self._fill_from_all(unit, layout, parts, buffer)
+        numel = layout.local_numel
         target = own_part(unit, buffer) if unit.is_gathered else buffer[:numel]
         with unit.state.weights.for_upload() as weight:
             target.copy_(weight[:numel], non_blocking=True)
@@ -74,14 +84,16 @@ class Uploads:
                 self._copied(unit)
         return numel * buffer.element_size()
 
-    def _fill_from_all(self, unit: Unit, parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> int:
-        numel = unit.slot_layout.local_numel
+    def _fill_from_all(
+        self, unit: Unit, layout: UnitLayout, parts: Sequence[torch.Tensor], buffer: torch.Tensor
+    ) -> int:
+        numel = layout.local_numel
         if unit.is_streamed:
             assert self._scratch is not None
             scratch = self._scratch.view(unit.dtype)
             for rank, part in enumerate(parts):
                 scratch[rank * numel : (rank + 1) * numel].copy_(part[:numel], non_blocking=True)
-            _lay_out(unit.slot_layout, scratch, buffer)
+            _lay_out(layout, scratch, buffer)
             return len(parts) * numel * buffer.element_size()
         moved = 0
         for rank, source, place in pieces(unit.layout):
@@ -90,9 +102,8 @@ class Uploads:
             moved += target.numel() * target.element_size()
         return moved
 
-    def fill_experts(self, unit: Unit, copies: Sequence[tuple[Entry, slice, torch.Tensor]]) -> int:
-        """Upload slices of a unit's experts. `copies`: entry, span of its flat elements, and flat GPU memory for them.
-        Returns the bytes moved."""
+    def fill_experts(self, unit: Unit, copies: Sequence[Copy]) -> int:
+        """Upload slices of a unit's experts, from the parts of all ranks. Returns the bytes moved."""
         own = unit.state.weights.buffer
         parts = self._shared.get(unit.order)
         moved = 0

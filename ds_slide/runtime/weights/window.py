@@ -6,6 +6,9 @@ fetched on demand: slower, never wrong.
 
 A block stays in its slot until another block needs the slot or its weights change. So slots beyond the few that hide a
 fetch are a cache: with a slot for each block nothing is fetched in backward, nor in the other micro-batches of a step.
+
+In a forward of few tokens without gradients, as in generation, no token uses most frozen experts of a block. Such a
+forward leaves them out of the slots, and the block fetches those that it needs (`ds_slide.runtime.weights.experts`).
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ class Slot:
         self.bound = 0
         self.ready: Future | None = None
         self.free: Marker = PASSED
+        self.experts: set[str] | None = None
+        """The experts that were fetched by themselves, each by parameter and number; None in a slot that holds the
+        whole block."""
         self._views: dict[int, list[torch.Tensor]] = {}
         self._elements: dict[torch.dtype, torch.Tensor] = {}
 
@@ -65,7 +71,7 @@ class Slot:
 class SlotFiller(Protocol):
     """Brings weights into a slot (`ds_slide.runtime.weights.uploads.Uploads`)."""
 
-    def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
+    def fill(self, unit: Unit, buffer: torch.Tensor, *, without_experts: bool = False) -> int:
         """Copy a unit's weights into a GPU buffer on the current stream. Returns the bytes moved."""
 
 
@@ -111,6 +117,10 @@ class Window:
         self.by_storage = {slot.buffer.untyped_storage().data_ptr(): slot for slot in self.slots}
         self.misses = 0
         """Blocks that had not been requested before they were needed."""
+        self.few_tokens = 0
+        """The most tokens of a forward that leaves experts out; 0: it has not been seen yet how they are routed."""
+        self._leaves_out = False
+        """Whether slots are filled without frozen experts."""
 
     def refit(self, order: Sequence[Unit], slots: int, more: Sequence[torch.Tensor]) -> None:
         """Serve these blocks from now on, with `slots` slots; `more` are the new buffers. No slot is bound, and no
@@ -126,6 +136,18 @@ class Window:
             self._slots_of = {order: slot for order, slot in self._slots_of.items() if slot in kept}
             self.by_storage.clear()
             self.by_storage.update((slot.buffer.untyped_storage().data_ptr(), slot) for slot in self.slots)
+
+    def begin_forward(self, tokens: int) -> None:
+        """Begin a forward of the whole model, with `tokens` that may leave experts out; 0: none may. Blocks that all
+        have a slot stay whole."""
+        with self._lock:
+            self._leave_out(0 < tokens <= self.few_tokens and len(self.slots) < len(self._order))
+
+    def _leave_out(self, leaves_out: bool) -> None:
+        if self._leaves_out and not leaves_out:
+            for slot in self.slots:  # whole blocks are needed from now on
+                slot.version = slot.version if slot.experts is None else -1
+        self._leaves_out = leaves_out
 
     def lay_out_anew(self, unit: Unit) -> None:
         """Handle new places of the unit's parameters. Its version has changed, too, so that it is fetched again."""
@@ -145,6 +167,8 @@ class Window:
     def acquire(self, unit: Unit, direction: Direction) -> Slot:
         """Bind the slot that holds `unit` once more and return it. Requests the blocks that `direction` needs next."""
         with self._lock:
+            if direction != "inference":
+                self._leave_out(False)
             slot = self._slot_of(unit)
             if slot is None:
                 self.misses += 1
@@ -181,6 +205,8 @@ class Window:
     def prefetch(self, current: Unit | None, direction: Direction) -> None:
         """Request the blocks that follow `current` (None: the first forward) as far as the slots go."""
         with self._lock:
+            if direction != "inference":
+                self._leave_out(False)
             # A block that has ended its backward is not wanted any more: its weights are about to change. The fetch
             # would delay the h2d lane until its update has run, and with it the blocks that backward needs next.
             ended = current is None or (direction == "backward" and not current.awaits_backward)
@@ -248,6 +274,8 @@ class Window:
             return None
         slot.unit, slot.version = unit, unit.version
         self._slots_of[unit.order] = slot
+        without_experts = self._leaves_out and bool(unit.layout.experts)
+        slot.experts = set() if without_experts else None
         slot.ready = ready = Future(self._failures, f"the weights of {unit.name} in a slot of the window")
         updated, free, version = unit.updated, slot.free, unit.version
 
@@ -257,7 +285,7 @@ class Window:
                 unit.shared.await_others(unit, version)
             self._h2d.wait(free, f"a slot of the window for {unit.name}")
             start = self._device.mark(self._h2d.stream, timed=True)
-            moved = self._source.fill(unit, slot.buffer)
+            moved = self._source.fill(unit, slot.buffer, without_experts=without_experts)
             end = self._device.mark(self._h2d.stream, timed=True)
             ready.complete(end)
             self._h2d.meter.add_interval(start, end, moved, ("weights", unit.order))

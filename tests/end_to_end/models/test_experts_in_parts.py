@@ -14,7 +14,19 @@ import pytest
 import torch
 from allocated import counted
 from fused_experts import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K, mixture
-from harness import batches, differences, ds_config, engine_for, llama, on_ssd, plain_training, states_of, train
+from harness import (
+    Batch,
+    batches,
+    causal_loss,
+    differences,
+    ds_config,
+    engine_for,
+    llama,
+    on_ssd,
+    plain_training,
+    states_of,
+    train,
+)
 from packed import forward_between
 from torch import nn
 
@@ -168,22 +180,63 @@ def test_the_plan_decides_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
             train(engine, batches(1))
 
 
-def test_an_engine_without_an_optimizer_moves_experts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless all blocks stay on the GPU."""
-    small_automatic(monkeypatch)
-    plain = mixture("mixtral").eval()
-    ids = batches(1)[0]["input_ids"]
-    for window, parts in ((2, True), (LAYERS, False)):
-        config = {key: value for key, value in ds_config({"window": window}).items() if key != "optimizer"}
-        engine, *_ = deepspeed.initialize(model=mixture("mixtral"), config=config)
-        try:
-            runtime = engine.optimizer.runtime
-            assert (runtime.parts.experts is not None) == parts
-            engine.eval()
-            with torch.no_grad():
-                assert torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
-        finally:
-            engine.destroy()
+WHOLE: dict[str, Any] = {"window": 2, "gpu_states": 0}
+
+
+def short_forward_between(engine: Any, batch: Batch) -> torch.Tensor:
+    """A loss, and before its backward a forward of two tokens and one of many, which take the slots."""
+    loss = causal_loss(engine, batch)
+    with torch.no_grad():
+        engine(input_ids=batch["input_ids"][:1, :2])
+        engine(input_ids=batch["input_ids"])
+        engine(input_ids=batch["input_ids"][:1, 2:4])
+    return loss
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "deepseek", "gpt-oss"])
+def test_short_forwards_with_whole_blocks_change_no_bit(shape: str) -> None:
+    plain = plain_training(mixture(shape), batches(2), 1.0, loss_of=short_forward_between)
+    model = mixture(shape)
+    with engine_for(model, ds_config(WHOLE | {"debug": {"lane_delay_ms": 1.0, "seed": 4}})) as engine:
+        runtime = engine.optimizer.runtime
+        assert not any(unit.experts for unit in runtime.blocks)
+        found = train(engine, batches(2), short_forward_between)
+        assert runtime.parts.window.few_tokens == EXPERTS // (2 * TOP_K)
+        found.states = states_of(model)
+    assert differences(found, plain) == []
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+def test_generation_with_whole_blocks_leaves_experts_out(implementation: str, optimizer: bool) -> None:
+    """Each step fetches the blocks without their experts, and the experts of its token."""
+    model, plain = (mixture("qwen3", implementation).eval() for _ in range(2))
+    prompt = batches(1)[0]["input_ids"][:1, :6]
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    config = ds_config(WHOLE)
+    if not optimizer:
+        del config["optimizer"]
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    try:
+        blocks = engine.optimizer.runtime.blocks
+        front = sum(unit.layout_without_experts.local_numel * 2 for unit in blocks)
+        whole = sum(unit.layout.local_numel * 2 for unit in blocks)
+        with torch.no_grad():
+            assert torch.equal(engine.module.generate(prompt, **options), plain.generate(prompt, **options))
+            mine, theirs = (each(input_ids=prompt, use_cache=True).past_key_values for each in (engine, plain))
+            for step in range(4):
+                fetched(engine)
+                token = prompt[:, step : step + 1]
+                with hits_of(plain) as hits:
+                    expected = plain(input_ids=token, past_key_values=theirs, use_cache=True).logits
+                assert torch.equal(engine(input_ids=token, past_key_values=mine, use_cache=True).logits, expected)
+                assert hits == [TOP_K] * LAYERS
+                if step:  # the first one finds whole blocks in the slots
+                    assert fetched(engine) == front + sum(hits) * EXPERT_BYTES < whole / 2
+            engine(input_ids=prompt)
+            assert fetched(engine) >= whole / 2
+    finally:
+        engine.destroy()
 
 
 def test_writes_to_experts_count() -> None:

@@ -48,7 +48,8 @@ class Rig:
         context: Any = SimpleNamespace(device=device, lanes=SimpleNamespace(h2d=self.h2d), failures=failures)
         self.window = Window(context, units, buffers, self)
 
-    def fill(self, unit: Unit, buffer: torch.Tensor) -> int:
+    def fill(self, unit: Unit, buffer: torch.Tensor, *, without_experts: bool = False) -> int:
+        assert not without_experts
         self.fills.append(unit.order)
         buffer.copy_(unit.state.weights.buffer.tensor)
         return NUMEL * 4
