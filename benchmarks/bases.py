@@ -14,6 +14,7 @@ from torch import Tensor, nn
 BASES = ("bf16", "nf4", "nf4-double", "int8", "fp8")
 TARGETS = ("all-linear", "attention", "experts")
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_ATTENTION += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]  # DeepSeek's
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 _TILE = 128
 _OUTLIERS = 6.0

@@ -78,6 +78,32 @@ finetune_models.PRESETS["tiny-mixture"] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
+# Two of the 61 blocks of DeepSeek-V3, 11.5 G parameters each: 23 GB in bf16, of which 22.5 GB are experts.
+finetune_models.PRESETS["deepseek-v3-2-blocks"] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 0,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
 
 
 def with_adapters(model: Any, rank: int, targets: str = "all-linear", seed: int = 0) -> Any:
@@ -121,6 +147,10 @@ def one_by_one(model: Any, device: torch.device, home: torch.device, seed: int, 
         module = model.get_submodule(name)
         if not any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             continue
+        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+            for key, parameter in module._parameters.items():
+                module._parameters[key] = torch.nn.Parameter(_slice_by_slice(parameter, device, home, model.config))
+            continue
         module.to_empty(device=device, recurse=False)
         model._init_weights(module)
         if bases.packs(model, module, base):
@@ -136,3 +166,13 @@ def one_by_one(model: Any, device: torch.device, home: torch.device, seed: int, 
     model.tie_weights()
     bases.mark(model, base)
     return model
+
+
+def _slice_by_slice(
+    parameter: torch.nn.Parameter, device: torch.device, home: torch.device, config: Any
+) -> torch.Tensor:
+    """Random weights of fused experts, each expert made on `device`: all of a layer may be more than it holds."""
+    made = torch.empty(parameter.shape, dtype=parameter.dtype, device=home).zero_()
+    for each in made:
+        each.copy_(torch.empty(each.shape, dtype=each.dtype, device=device).normal_(std=config.initializer_range))
+    return made

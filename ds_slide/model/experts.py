@@ -16,8 +16,8 @@ from torch import nn
 from ds_slide.model.carried import TRAINED_DTYPES
 from ds_slide.model.layer_lists import parameter_shape
 
-_MARKS = ("num_experts", "is_transposed", "has_gate", "has_bias", "_is_expert_parallel")
-"""Attributes that `transformers.integrations.moe.use_experts_implementation` gives an experts module."""
+_MARKS = ("num_experts", "is_transposed", "has_gate", "has_bias")
+"""Attributes of the modules that `transformers.integrations.moe.use_experts_implementation` makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +78,6 @@ def _why_whole(
         return "it has parameters that are trained"
     if len(dtypes := {own[name].dtype for name in names}) > 1 or not dtypes <= set(TRAINED_DTYPES):
         return "its experts are not all in bfloat16, or in float16, or in float32"
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False):  # older releases of transformers 5 do not have it
         return "its experts are divided over the ranks"
     return None

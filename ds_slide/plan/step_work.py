@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ds_slide.plan.allocations import BLOCK_RING, CHUNK_BUFFERS, is_gathered, streamed, undo_bytes
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.needs import UnitSize, held_bytes
+from ds_slide.plan.needs import UnitSize, has_experts_in_parts, held_bytes
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.step_model import Work
 from ds_slide.plan.trace import Segment, StepTrace
@@ -30,9 +30,11 @@ chunks 117 of 120 and all of 197 were read (2026-11-21_nvidia-h200_ssd-1.5b_huge
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Bytes of one unit that a step moves. `encoded`, `applied`: bytes that its codec moves on the GPU."""
+    """Bytes of one unit that a step moves. `again`: bytes that each further forward and backward fetches. `encoded`,
+    `applied`: bytes that its codec moves on the GPU."""
 
     up: int = 0
+    again: int = 0
     down: int = 0
     update: int = 0
     held: int = 0
@@ -60,7 +62,7 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
     launched = [sum(rates.launches(each.operations) for each in part) for part in (trace.forward, trace.backward)]
     # Rates of the CPU, the disk and the link, and bytes of the disk.
     update, ssd = BESIDE_COPIES * rates.update, rates.ssd or 1.0
-    link = rates.both_ways if again else rates.d2h
+    link = rates.both_ways if any(unit.again for unit in units) else rates.d2h
     states = sum(unit.read + unit.written for unit in units)
     inputs = trace.on_ssd_bytes * micro_batches
     ring = plan.entry(BLOCK_RING).count
@@ -75,7 +77,7 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
         micro_batches=micro_batches,
         gpu_update=(sum(map(update_bytes, on_gpu)) + bytes_of("applied")) / rates.copy,
         up=bytes_of("up") / rates.h2d,
-        again=bytes_of("up", again) / rates.h2d,
+        again=bytes_of("again") / rates.h2d,
         down=bytes_of("down") / link,
         update=bytes_of("update") / update,
         begun=max((units[index].update for index in updated if index not in outer), default=0) / update,
@@ -119,9 +121,11 @@ def _bytes_of(plan: Plan, index: int, on_ssd: StatesOnSsd, again: Collection[int
         read, written = read + held * micro_batches, written + held * micro_batches
     # A rank reads the parts of all ranks, or only its own part, which a collective joins with the others on the GPU.
     parts = 1 if is_gathered(index, needs, placement) else needs.world_size
-    moves = bool(unit.codec.numel) or unit.kind == "block"
+    up = parts * unit.written_bytes if unit.codec.numel or unit.kind == "block" else 0
+    in_parts = sum(entry.numel for entry in unit.layout.experts) if has_experts_in_parts(unit, needs) else 0
     return _Bytes(
-        up=parts * unit.written_bytes if moves else 0,
+        up=up,
+        again=up if index in again else in_parts * unit.weight_bytes,
         down=unit.codec.nbytes,
         update=update_bytes(unit),
         held=held,

@@ -57,7 +57,7 @@ def fetched(engine: Any) -> int:
 def hits_of(model: nn.Module) -> Iterator[list[int]]:
     """The number of different experts in each call of a layer's experts."""
     found: list[int] = []
-    experts = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    experts = [module for module in model.modules() if hasattr(module, "is_transposed")]
     hooks = [each.register_forward_pre_hook(lambda _, args: found.append(len(args[1].unique()))) for each in experts]
     yield found
     for hook in hooks:
