@@ -13,8 +13,10 @@ from dataclasses import astuple, dataclass, replace
 from ds_slide.errors import DoesNotFit
 from ds_slide.plan.allocations import (
     BLOCK_RING,
+    EXPERT_BUFFERS,
     Allocation,
     can_have_spare,
+    expert_buffer_bytes,
     make_allocations,
     of_unit,
     slot_bytes,
@@ -233,10 +235,13 @@ def make_plan(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan
         if error.tier != "gpu":
             raise
         return _with_masters(units, in_parts, budgets)
-    blocks = len(streamed(plan.units, plan.placement))
-    least = min(needs.window, blocks) * slot_bytes(plan.units, plan.needs, plan.placement)
-    fits = least <= AUTOMATIC.whole_blocks * budgets.gpu_limit
-    return plan if fits else _with_masters(units, in_parts, budgets)
+    slots = min(needs.window, len(streamed(units, plan.placement)))
+    of_whole = slots * slot_bytes(units, whole, plan.placement)
+    of_parts = slots * slot_bytes(units, in_parts, plan.placement) + EXPERT_BUFFERS * expert_buffer_bytes(
+        units, in_parts
+    )
+    too_large = of_whole > AUTOMATIC.whole_blocks * budgets.gpu_limit and of_parts < of_whole
+    return _with_masters(units, in_parts, budgets) if too_large else plan
 
 
 def _with_masters(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> Plan:

@@ -287,3 +287,24 @@ def test_carried_tensors_lie_behind_the_parameters() -> None:
         (0, slice(ALIGNMENT, ALIGNMENT + 6)),
         (1, slice(ALIGNMENT + 6, ALIGNMENT + 10)),
     ]
+
+
+@properties
+@given(parameter_lists(), st.lists(st.integers(1, 9), max_size=3), world_sizes)
+def test_experts_come_last_and_can_be_left_out(infos: list[ParameterInfo], counts: list[int], world_size: int) -> None:
+    """What is in front of them has the places that it has without them."""
+    experts = [ParameterInfo(f"e{i}", (n, 3, 5), 15 * n, None, of_experts=True) for i, n in enumerate(counts)]
+    whole = build_layout([*experts, *infos], world_size)
+    alone = build_layout(infos, world_size)
+    front = whole.without_experts()
+    assert [entry.name for entry in whole.experts] == [info.name for info in experts]
+    assert whole.expert_numel == len(experts) * ALIGNMENT
+    assert (front.entries, front.local_numel, front.slot_numel) == (alone.entries, alone.local_numel, alone.slot_numel)
+    assert (front.segments, front.trainable_numel) == (alone.segments, alone.trainable_numel)
+
+
+def test_a_trained_expert_does_not_move_by_itself() -> None:
+    infos = [ParameterInfo(f"e{i}", (4, 3, 5), 60, None, of_experts=True) for i in range(2)]
+    later = with_later(build_layout(infos, 1), {"e1": 0})
+    assert [entry.name for entry in later.entries] == ["e1", "e0"]
+    assert [entry.name for entry in later.experts] == ["e0"]

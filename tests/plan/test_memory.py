@@ -14,8 +14,10 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import ParameterInfo, UnitLayout, build_layout
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.low_precision import STATE_FORMATS
-from ds_slide.plan.allocations import BLOCK_RING, PIECES, PIECES_RING, undo_bytes
-from ds_slide.plan.memory import NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
+from ds_slide.plan import memory
+from ds_slide.plan.allocations import BLOCK_RING, EXPERT_BUFFERS, EXPERTS, PIECES, PIECES_RING, SLOTS, undo_bytes
+from ds_slide.plan.memory import AUTOMATIC, NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
+from ds_slide.plan.movable import why_fixed
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.plan.placement import USABLE_SHARE
 from ds_slide.report.log import size
@@ -427,3 +429,59 @@ def test_without_a_backward_more_slots_help_only_if_all_blocks_fit(share: int, w
 def test_weights_that_do_not_fit_name_what_would_help() -> None:
     with pytest.raises(SlideError, match=r"weights need .*change zero_optimization\.offload_param\.device"):
         make_plan(FROZEN, FORWARDS, replace(BUDGETS, host_free=1_000))
+
+
+# ---- experts that move in parts --------------------------------------------------------------------------------------
+
+COUNT, EXPERT, FRONT = 64, 1024, 640
+
+
+def mixture_block(name: str) -> UnitSize:
+    """A frozen block of 64 experts with 1,024 elements each, and 640 others."""
+    infos = [
+        ParameterInfo("experts", (COUNT, 32, 32), COUNT * EXPERT, None, of_experts=True),
+        ParameterInfo("front", (FRONT,), FRONT, None),
+    ]
+    return size_of(name, build_layout(infos, 1))
+
+
+MIXTURE = [unit("outer", OUTER), *(mixture_block(f"blocks.{index}") for index in range(4))]
+AUTO = replace(NEEDS, experts="auto")
+WHOLE_SLOT, FRONT_SLOT = (FRONT + COUNT * EXPERT) * 2, FRONT * 2
+
+
+def test_experts_move_in_parts_where_whole_slots_do_not_fit_or_take_half_of_the_gpu() -> None:
+    chosen = replace(AUTOMATIC, experts=4 * EXPERT * 2 + 100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "AUTOMATIC", chosen)
+        for gpu, parts in ((4 * WHOLE_SLOT, False), (4 * WHOLE_SLOT - 1, True), (2 * WHOLE_SLOT, True)):
+            made = make_plan(MIXTURE, AUTO, replace(BUDGETS, gpu_memory=gpu))
+            assert bool(made.needs.experts) == parts
+            assert made.entry(SLOTS).piece == (FRONT_SLOT if parts else WHOLE_SLOT)
+            if parts:
+                assert made.entry(EXPERTS).count == EXPERT_BUFFERS
+                assert 4 * EXPERT * 2 <= made.entry(EXPERTS).piece <= chosen.experts
+        assert made.gpu_bytes == 2 * FRONT_SLOT + made.entry(EXPERTS).nbytes + OUTER * 2
+        with pytest.raises(SlideError, match="GPU tier"):
+            make_plan(MIXTURE, AUTO, replace(BUDGETS, gpu_memory=made.gpu_bytes - 1))
+    # The host has the same bytes either way.
+    whole, in_parts = (make_plan(MIXTURE, replace(NEEDS, experts=size), BUDGETS) for size in (0, 10_000))
+    assert whole.host_bytes == in_parts.host_bytes
+
+
+def test_small_blocks_move_whole_unless_parts_need_less() -> None:
+    """Three buffers with all experts of a block are more than two slots."""
+    made = make_plan(MIXTURE, AUTO, replace(BUDGETS, gpu_memory=3 * WHOLE_SLOT))
+    assert made.needs.experts == 0 and made.entry(SLOTS).count == 2
+
+
+@pytest.mark.parametrize(("wanted", "experts"), [(1, 1), (5 * EXPERT * 2 + 1, 5), (PLENTY, COUNT)])
+def test_a_buffer_holds_at_least_one_expert_and_at_most_all(wanted: int, experts: int) -> None:
+    made = make_plan(MIXTURE, replace(NEEDS, experts=wanted), BUDGETS)
+    assert made.entry(EXPERTS).piece // (EXPERT * 2) == experts
+
+
+def test_blocks_with_experts_in_parts_stay_in_host_memory() -> None:
+    made = make_plan(MIXTURE, replace(NEEDS, experts=4 * EXPERT * 2), replace(BUDGETS, gpu_states=PLENTY))
+    assert made.placement.on_gpu == {0}
+    assert [why_fixed(made, index) for index in range(1, 5)] == ["its experts move in parts"] * 4

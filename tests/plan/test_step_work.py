@@ -264,3 +264,16 @@ def test_a_host_that_computes_itself_launches_nothing() -> None:
     found = Rates.of(Ceilings(source="", cpu=cpu), on_gpu=False)
     many = Counter({Operation("product", 10**11, 0): 1, NOTHING: 10})
     assert found.launches(many) == found.seconds(many) == pytest.approx(0.1, rel=0.01)
+
+
+def test_experts_in_parts_are_fetched_in_each_forward_and_backward() -> None:
+    """Whatever the window; the rest of a block stays in its slot."""
+    experts = ParameterInfo("experts", (4, NUMEL // 4), NUMEL, None, of_experts=True)
+    layout = build_layout([ParameterInfo("front", (NUMEL,), NUMEL, None), experts], 1)
+    codec, needs = Identity(layout, torch.bfloat16), Needs(held_bytes=2, window=BLOCKS, ring=0)
+    blocks = [UnitSize(str(index), layout, codec, "block", SPECS, 2) for index in range(1, BLOCKS + 1)]
+    for size, again in ((0, 0), (NUMEL, BLOCKS * NUMEL * 2)):
+        plan = Plan.of([unit(0), *blocks], replace(needs, experts=size), Placement(window=BLOCKS))
+        work = work_of(plan, trace(0.0, 0.0), rates(link=1.0), 1, two=False)
+        assert work.up == pytest.approx((NUMEL + BLOCKS * 2 * NUMEL) * 2 / 1e9)
+        assert work.again == pytest.approx(again / 1e9)

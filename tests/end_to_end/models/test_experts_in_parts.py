@@ -213,7 +213,7 @@ def test_generation_with_whole_blocks_leaves_experts_out(implementation: str, op
     model, plain = (mixture("qwen3", implementation).eval() for _ in range(2))
     prompt = batches(1)[0]["input_ids"][:1, :6]
     options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    config = ds_config(WHOLE)
+    config = ds_config(WHOLE | {"debug": {"lane_delay_ms": 2.0, "seed": 5}})
     if not optimizer:
         del config["optimizer"]
     engine, *_ = deepspeed.initialize(model=model, config=config)
