@@ -156,16 +156,14 @@ def _experts(
     if not config.experts:
         return frozenset()
     found, reasons = find_experts(module, group_of)
-    # They move through buffers beside the slots of their block, which has nothing else that is packed.
+    # They are fetched beside the rest of their block, which has nothing packed.
     of_blocks = [
         {name for name, _ in spec.parameters}
         for spec in specs
         if spec.kind == "block" and not spec.carried and not spec.as_bytes and not spec.precision.narrowed
     ]
-    in_blocks = {
-        each.path: each for each in found if any(names.issuperset(each.parameter_names) for names in of_blocks)
-    }
-    reasons |= {each.path: "its block has other or packed weights" for each in found if each.path not in in_blocks}
+    in_blocks = {each.path: each for each in found if any(names > set(each.parameter_names) for names in of_blocks)}
+    reasons |= {each.path: "no block has them beside other weights" for each in found if each.path not in in_blocks}
     if readable and in_blocks:
         return frozenset(name for each in in_blocks.values() for name in each.parameter_names)
     if config.experts != "auto":

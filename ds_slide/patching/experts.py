@@ -61,7 +61,8 @@ def bring_experts(experts: Experts, source: SlotExperts) -> ForwardPatch:
 
     def build(original: Forward) -> Forward:
         def forward(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
-            if not torch.compiler.is_compiling():  # the engine leaves nothing out where code may be compiled
+            # A deep copy has experts of its own, and the engine leaves nothing out where code may be compiled.
+            if experts.module is self and not torch.compiler.is_compiling():
                 source.bring(index)
             return original(self, hidden, index, weights)
 
@@ -77,7 +78,9 @@ def stream_experts(experts: Experts, source: ExpertSource) -> ForwardPatch:
 
 def _streamed(original: Forward, experts: Experts, source: ExpertSource) -> Forward:
     @torch.compiler.disable
-    def forward(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        if experts.module is not self:  # a deep copy, with experts of its own
+            return original(self, hidden, index, weights)
         others = {name: p for name, p in self._parameters.items() if name not in experts.names and p is not None}
         of_pair, order = torch.sort(index.reshape(-1))
         counts = torch.bincount(of_pair, minlength=self.num_experts)
@@ -88,8 +91,7 @@ def _streamed(original: Forward, experts: Experts, source: ExpertSource) -> Forw
         # The loop of transformers adds a token's experts one after the other, its other implementations in one sum.
         in_order = self.config._experts_implementation in (None, "eager")
         call = _Call(self, original, source, tuple(others), used, bounds, in_order, autocast_dtype(hidden.device.type))
-        output: torch.Tensor = _Experts.apply(call, hidden, weights, order, ranks, *others.values())
-        return output
+        return _Experts.apply(call, hidden, weights, order, ranks, *others.values())
 
     return forward
 

@@ -25,6 +25,7 @@ from harness import (
     on_ssd,
     plain_training,
     states_of,
+    to_bf16,
     train,
 )
 from packed import forward_between
@@ -254,6 +255,18 @@ def test_writes_to_experts_count() -> None:
             assert torch.equal(*weights)
 
 
+@pytest.mark.parametrize("slide", [PARTS, WHOLE], ids=["parts", "whole"])
+def test_a_copy_of_the_model_has_experts_of_its_own(slide: dict[str, Any]) -> None:
+    model, plain = mixture("qwen3").eval(), mixture("qwen3").eval()
+    ids = batches(1)[0]["input_ids"]
+    with engine_for(model, ds_config(slide)) as engine, torch.no_grad():
+        engine(input_ids=ids)
+        copied = copy.deepcopy(model)
+        for each in (copied, plain):
+            each.model.layers[1].mlp.experts.down_proj.mul_(1.5)
+        assert torch.equal(copied(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
 def test_an_exception_in_the_middle_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mixture("qwen3")
     experts, calls = type(model.model.layers[0].mlp.experts), []
@@ -269,7 +282,7 @@ def test_an_exception_in_the_middle_leaves_the_engine_usable(monkeypatch: pytest
     assert calls and differences(found, plain) == []
 
 
-def without_forward(model: nn.Module) -> None:
+def train_experts(model: nn.Module) -> None:
     for layer in model.model.layers:
         layer.mlp.experts.requires_grad_(True)
 
@@ -284,7 +297,7 @@ def adapted_as_whole(model: nn.Module) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
-    "trained": (without_forward, "it has parameters that are trained"),
+    "trained": (train_experts, "it has parameters that are trained"),
     "adapted": (adapted_as_whole, r"its adapters \(target_parameters\) are added to the whole 3-D parameter"),
 }
 
@@ -322,3 +335,32 @@ def test_experts_are_not_unfrozen_later() -> None:
         model.model.layers[2].mlp.experts.down_proj.requires_grad_(True)
         with pytest.raises(SlideError, match="moves in parts"):
             engine(**batches(1)[0])
+
+
+@pytest.mark.clients
+def test_adapters_of_peft() -> None:
+    """On attention experts move in parts. On the experts themselves (`target_parameters`) they cannot."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(**targets: Any) -> nn.Module:
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=4, init_lora_weights=False, **targets)
+        return to_bf16(peft.get_peft_model(mixture("qwen3"), config)).train()
+
+    on_attention = {"target_modules": ["k_proj"]}
+    plain = plain_training(adapted(**on_attention), batches(2), 1.0)
+    model = adapted(**on_attention)
+    with engine_for(model, ds_config(PARTS)) as engine:
+        assert engine.optimizer.runtime.parts.experts is not None
+        found = train(engine, batches(2))
+        found.states = states_of(model)
+    assert differences(found, plain) == []
+    on_experts = on_attention | {"target_parameters": ["mlp.experts.down_proj"]}
+    with (
+        pytest.raises(SlideConfigError, match="target_parameters"),
+        engine_for(adapted(**on_experts), ds_config(PARTS)),
+    ):
+        pass
+    plain = plain_training(adapted(**on_experts), batches(1), 1.0)
+    with engine_for(adapted(**on_experts), ds_config(WHOLE)) as engine:
+        assert train(engine, batches(1)).losses == plain.losses
