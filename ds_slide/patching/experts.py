@@ -77,9 +77,11 @@ def stream_experts(experts: Experts, source: ExpertSource) -> ForwardPatch:
 
 
 def _streamed(original: Forward, experts: Experts, source: ExpertSource) -> Forward:
+    own: Any = experts.module
+
     @torch.compiler.disable
     def forward(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
-        if experts.module is not self:  # a deep copy, with experts of its own
+        if self is not own:  # a deep copy, with experts of its own
             return original(self, hidden, index, weights)
         others = {name: p for name, p in self._parameters.items() if name not in experts.names and p is not None}
         of_pair, order = torch.sort(index.reshape(-1))
