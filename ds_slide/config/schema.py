@@ -417,13 +417,14 @@ class SlideConfig(_Block):
     """
 
     experts: AutoSize = Field(default="auto", description=f'"auto", 0 or {SIZE_HELP}')
-    """GPU buffer for frozen experts that [move in parts](adapters.md#experts-that-move-in-parts).
+    """GPU buffer for frozen experts that move in parts.
 
-    Blocks then leave their experts in host memory. A few experts at a time pass through three buffers of this size
-    while the block computes, and experts without a token are not fetched. A size: in parts, at least one expert at a
-    time. It needs fused experts of transformers, which this rank can read in host memory. "auto": whole blocks, unless
-    their slots do not fit or take more than half of the GPU budget; then in buffers of 256 MiB. Whole blocks still
-    leave out experts without a token in forwards of few tokens without gradients. 0: always whole.
+    Blocks then leave their [experts](adapters.md#experts-that-move-in-parts) in host memory. A few experts at a time
+    pass through three buffers of this size while the block computes, and experts without a token are not fetched. A
+    size: in parts, at least one expert at a time. It needs fused experts of transformers, which this rank can read in
+    host memory. "auto": whole blocks, unless their slots do not fit or take more than half of the GPU budget; then in
+    buffers of 256 MiB. Whole blocks still leave out experts without a token in forwards of few tokens without
+    gradients. 0: always whole.
     """
 
     huge_pages: StrictBool = Field(default=False, description="true or false")
