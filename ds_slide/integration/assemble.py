@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,7 @@ from ds_slide.model.structure import Precision, Precisions, UnitSpec, find_struc
 from ds_slide.patching.apply import Replaced, apply_kernels
 from ds_slide.patching.experts import bring_experts, stream_experts
 from ds_slide.patching.head import stream_head
+from ds_slide.patching.kinds import ForwardPatch
 from ds_slide.patching.packed import prepare_packed
 from ds_slide.plan.host_room import FileMappings, groups, host_room, local_ranks, share_with
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
@@ -87,11 +88,7 @@ def assemble(
         clients = DeepSpeedClients(ranks.rank, process_group)
         runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
         kernels.patches.append(DividedTensors(runtime))
-        for experts, source in sources_of(runtime, find_experts(module, group_of)[0]):
-            if isinstance(source, ExpertsInSlot):
-                kernels.patches.append(bring_experts(experts, source))
-            else:
-                kernels.patches.append(stream_experts(experts, source))
+        kernels.patches.extend(_expert_patches(module, group_of, runtime))
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))
@@ -103,6 +100,17 @@ def assemble(
         raise
     _release_cached_host_memory()
     return runtime, kernels
+
+
+def _expert_patches(
+    module: nn.Module, group_of: Mapping[nn.Parameter, int], runtime: SlideRuntime
+) -> Iterator[ForwardPatch]:
+    """Make experts that are fetched when they are needed compute with what is fetched, and yield what undoes that."""
+    for experts, source in sources_of(runtime, find_experts(module, group_of)[0]):
+        if isinstance(source, ExpertsInSlot):
+            yield bring_experts(experts, source)
+        else:
+            yield stream_experts(experts, source)
 
 
 def accumulates(ds_config: Mapping[str, Any], accumulation_steps: int) -> bool:

@@ -15,7 +15,7 @@ import copy
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -138,20 +138,16 @@ class _Call:
             yield zip(parts, passes, strict=True)
 
     def computed(
-        self,
-        part: _Part,
-        parameters: Mapping[str, torch.Tensor],
-        others: Sequence[torch.Tensor],
-        rows: torch.Tensor,
-        ranks: torch.Tensor,
+        self, part: _Part, parameters: Mapping[str, torch.Tensor], given: _Given, rows: torch.Tensor
     ) -> torch.Tensor:
         """Return the results [n, h] of a part's experts for the rows [n, h] of its pairs."""
         here = copy.copy(self.module)
         here.__dict__.pop("forward", None)
+        others = dict(zip(self.others, given.others, strict=True))
         used = torch.tensor(self.experts[part.experts], device=rows.device) if others else None
-        here._parameters = {**parameters, **{name: each[used] for name, each in zip(self.others, others, strict=True)}}
+        here._parameters = {**parameters, **{name: each[used] for name, each in others.items()}}
         here.num_experts = part.experts.stop - part.experts.start
-        index = (ranks[part.pairs] - part.experts.start)[:, None]
+        index = (given.ranks[part.pairs] - part.experts.start)[:, None]
         result: torch.Tensor = self.function(here, rows, index, torch.ones_like(index, dtype=rows.dtype))
         return result
 
@@ -160,27 +156,42 @@ class _Call:
         return torch.autocast(device, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
 
 
+class _Given(NamedTuple):
+    """The tensors of a call."""
+
+    hidden: torch.Tensor
+    """[t, h]."""
+    weights: torch.Tensor
+    """Routing weights [t, k]."""
+    order: torch.Tensor
+    """The sorted pairs [t * k], each as token * k + place."""
+    ranks: torch.Tensor
+    """The place of each pair's expert in `_Call.experts`, [t * k]."""
+    others: tuple[torch.Tensor, ...]
+    """The module's parameters in the block's slot."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> _Given:
+        hidden, weights, order, ranks, *others = tensors
+        return cls(hidden, weights, order, ranks, tuple(others))
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The token of each pair."""
+        return self.order // self.weights.shape[-1]
+
+
 class _Experts(torch.autograd.Function):
-    """A call, hidden [t, h], routing weights [t, k], sorted pairs [t * k] as token * k + place, the place of each
-    pair's expert in `_Call.experts`, parameters in the slot -> [t, h]. These parameters are saved, so that the engine
-    brings them back for backward."""
+    """A call and its tensors -> [t, h]. They are all saved. So the engine brings the parameters back for backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: _Call,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        order: torch.Tensor,
-        ranks: torch.Tensor,
-        *others: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        ctx.save_for_backward(hidden, weights, order, ranks, *others)
+        ctx.save_for_backward(*tensors)
         results = call.source.results
         output = None if results is None else results.take()
         if output is None:
-            output = _output(call, hidden, weights, order, ranks, others)
+            output = _output(call, _Given.of(tensors))
         if results is not None:
             results.put(output)
         return output
@@ -189,15 +200,15 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         call: _Call = ctx.call
-        hidden, weights, order, ranks, *others = ctx.saved_tensors
-        tokens, flat = order // weights.shape[-1], weights.reshape(-1)
-        of_weights, of_rows = torch.zeros_like(flat), hidden.new_empty(len(order), hidden.shape[-1])
+        given = _Given.of(ctx.saved_tensors)
+        hidden, tokens, flat = given.hidden, given.tokens, given.weights.reshape(-1)
+        of_weights, of_rows = torch.zeros_like(flat), hidden.new_empty(len(tokens), hidden.shape[-1])
         with call.parts() as parts:
             for part, parameters in parts:
-                where, pairs = tokens[part.pairs], order[part.pairs]
+                where, pairs = tokens[part.pairs], given.order[part.pairs]
                 rows, own = hidden[where].requires_grad_(), flat[pairs].requires_grad_()
                 with torch.enable_grad(), call.in_backward(hidden.device.type):
-                    result = call.computed(part, parameters, others, rows, ranks) * own[:, None]
+                    result = call.computed(part, parameters, given, rows) * own[:, None]
                     result = result.to(hidden.dtype) if call.in_order else result
                 of_rows[part.pairs], of_weights[pairs] = torch.autograd.grad(
                     result, (rows, own), gradient[where].to(result.dtype)
@@ -209,30 +220,23 @@ class _Experts(torch.autograd.Function):
                 of_hidden.index_add_(0, tokens[pairs], of_rows[pairs])
         else:
             of_hidden.index_put_((tokens,), of_rows, accumulate=True)
-        return None, of_hidden, of_weights.view_as(weights), None, None, *(None for _ in others)
+        return None, of_hidden, of_weights.view_as(given.weights), None, None, *(None for _ in given.others)
 
 
-def _output(
-    call: _Call,
-    hidden: torch.Tensor,
-    weights: torch.Tensor,
-    order: torch.Tensor,
-    ranks: torch.Tensor,
-    others: Sequence[torch.Tensor],
-) -> torch.Tensor:
+def _output(call: _Call, given: _Given) -> torch.Tensor:
     """Return the sum [t, h] over each token's experts, times their routing weights."""
-    tokens, flat = order // weights.shape[-1], weights.reshape(-1)
+    hidden, tokens, flat = given.hidden, given.tokens, given.weights.reshape(-1)
     added, weighted = torch.zeros_like(hidden), None
     with call.parts() as parts:
         for part, parameters in parts:
-            rows = hidden[tokens[part.pairs]]
-            result = call.computed(part, parameters, others, rows, ranks) * flat[order[part.pairs], None]
+            rows, pairs = hidden[tokens[part.pairs]], given.order[part.pairs]
+            result = call.computed(part, parameters, given, rows) * flat[pairs, None]
             if call.in_order:
                 # A token has an expert once, so that the order of these sums is fixed.
-                for pairs in call.of_each(part):
-                    start, stop = pairs.start - part.pairs.start, pairs.stop - part.pairs.start
-                    added.index_add_(0, tokens[pairs], result[start:stop].to(hidden.dtype))
+                for each in call.of_each(part):
+                    start, stop = each.start - part.pairs.start, each.stop - part.pairs.start
+                    added.index_add_(0, tokens[each], result[start:stop].to(hidden.dtype))
             else:
-                weighted = result.new_empty(len(order), hidden.shape[-1]) if weighted is None else weighted
-                weighted[order[part.pairs]] = result
-    return added if weighted is None else weighted.view(*weights.shape, -1).sum(dim=1).to(hidden.dtype)
+                weighted = result.new_empty(len(tokens), hidden.shape[-1]) if weighted is None else weighted
+                weighted[pairs] = result
+    return added if weighted is None else weighted.view(*given.weights.shape, -1).sum(dim=1).to(hidden.dtype)

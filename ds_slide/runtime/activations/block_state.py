@@ -232,12 +232,12 @@ class WatchedCall:
         unit = self._unit
         if self._results is not None:
             self._results.begin(tuple(each.version for each in (unit, *unit.parts)))
-        around, unit.results = unit.results, self._results
+        around, unit.uses.results = unit.uses.results, self._results
         try:
             return self._function(*inputs)
         finally:  # not before: a forward may write to its weights before it uses them
             self._versions = self._versions_now()
-            unit.results = around
+            unit.uses.results = around
 
     def _versions_now(self) -> list[int]:
         return [parameter._version for parameter in self._weights]

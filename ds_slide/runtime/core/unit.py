@@ -81,6 +81,8 @@ class Uses:
     """The number of forwards under way."""
     raw: int = 0
     """The number of recomputations that have saved the weights as they are, and whose backward has not ended."""
+    results: KeptResults | None = None
+    """For the call of the block that is under way, where it may be recomputed."""
 
     @property
     def can_give_up_slot(self) -> bool:
@@ -184,8 +186,6 @@ class Unit:
         (`ds_slide.runtime.weights.rows`)."""
         self.way_back: WayBack | None = None
         """The way back from speculative updates; None where there is none."""
-        self.results: KeptResults | None = None
-        """For the call of the block that is under way, where it may be recomputed."""
         self._experts_in_parts = experts_in_parts
         self._carried = plan.carried
         self.lay_out(plan.layout, plan.parameters, state, plan.codec)
@@ -196,8 +196,7 @@ class Unit:
         """Set what depends on which parameters are trainable: at the start, and when more become trainable. No update
         is pending."""
         self.layout = layout
-        self.layout_without_experts = layout.without_experts()
-        self.slot_layout = self.layout_without_experts if self._experts_in_parts else layout
+        self.slot_layout = layout.without_experts() if self._experts_in_parts else layout
         """What a slot holds: all but the experts that move in parts (`ds_slide.runtime.weights.experts`)."""
         self.parameters = list(parameters)
         self.state = state

@@ -106,7 +106,7 @@ class StreamedExperts:
     @property
     def results(self) -> KeptResults | None:
         """The results that the block's call under way keeps for its recomputations."""
-        return self._unit.results
+        return self._unit.uses.results
 
     def passes(self, experts: Sequence[int]) -> Generator[dict[str, torch.Tensor]]:
         """Yield the parameters ([n, ..., ...], by attribute) of the given experts, the next `at_once` of them each

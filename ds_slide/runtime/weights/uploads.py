@@ -73,7 +73,7 @@ class Uploads:
     def fill(self, unit: Unit, buffer: torch.Tensor, *, without_experts: bool = False) -> int:
         """Upload this rank's part of the unit's weights, or all ranks' parts of shared weights, into `buffer`."""
         buffer = buffer.view(unit.dtype)
-        layout = unit.layout_without_experts if without_experts else unit.slot_layout
+        layout = unit.layout.without_experts() if without_experts else unit.slot_layout
         if (parts := self._shared.get(unit.order)) is not None:
             return self._fill_from_all(unit, layout, parts, buffer)
         numel = layout.local_numel
