@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from all_mixed import all_mixed
 from allocated import counted
 from fused_experts import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K, mixture
 from harness import (
@@ -123,6 +124,22 @@ def test_a_step_fetches_experts_twice(checkpoints: str, activations: str) -> Non
         found.states = states_of(model)
         found.losses.insert(0, loss.item())
     assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("shape", ["qwen3", "gpt-oss"])
+def test_blocks_that_are_kept_or_mixed_change_no_bit(shape: str, mixed: bool) -> None:
+    """After the first steps the engine keeps what blocks save, or a part of it."""
+    data = batches(8)
+    plain = plain_training(mixture(shape), data, 1.0)
+    model = mixture(shape)
+    slide = PARTS | {"gpu_memory": "1GiB", "debug": {"lane_delay_ms": 1.0, "seed": 7}}
+    with all_mixed() if mixed else nullcontext(), engine_for(model, ds_config(slide)) as engine:
+        found = train(engine, data)
+        report = engine.optimizer.slide_stats()["activations"]
+        assert report["mix" if mixed else "keep"] == LAYERS
+        found.states = states_of(model)
+    assert differences(found, plain) == []
 
 
 def test_evaluation_and_generation_fetch_what_tokens_are_routed_to() -> None:
