@@ -88,7 +88,7 @@ def assemble(
         clients = DeepSpeedClients(ranks.rank, process_group)
         runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
         kernels.patches.append(DividedTensors(runtime))
-        kernels.patches.extend(_expert_patches(module, group_of, runtime))
+        kernels.patches.extend(_expert_patches(module, group_of if settings.trains else None, runtime))
         if head is not None:
             assert runtime.rows is not None
             kernels.patches.append(stream_head(head.module, runtime.rows))
@@ -103,10 +103,10 @@ def assemble(
 
 
 def _expert_patches(
-    module: nn.Module, group_of: Mapping[nn.Parameter, int], runtime: SlideRuntime
+    module: nn.Module, trained: Mapping[nn.Parameter, int] | None, runtime: SlideRuntime
 ) -> Iterator[ForwardPatch]:
     """Make experts that are fetched when they are needed compute with what is fetched, and yield what undoes that."""
-    for experts, source in sources_of(runtime, find_experts(module, group_of)[0]):
+    for experts, source in sources_of(runtime, find_experts(module, trained)[0]):
         if isinstance(source, ExpertsInSlot):
             yield bring_experts(experts, source)
         else:
@@ -147,13 +147,14 @@ def divided(
         _check_compressed(config.compression, [part for part in structure.parts if part.compressed])
     specs = _in_forward_order(module, structure.units)
     # Experts move in parts where this rank has all of them in its host memory, or can read them in the other ranks'.
-    experts = _experts(module, group_of, specs, config, readable=carries_buffers and not on_ssd)
+    trained = group_of if settings.trains else None
+    experts = _experts(module, trained, specs, config, readable=carries_buffers and not on_ssd)
     return [_unit_plan(spec, group_of, settings, world_size, head, experts) for spec in specs], head
 
 
 def _experts(
     module: nn.Module,
-    group_of: Mapping[nn.Parameter, int],
+    trained: Mapping[nn.Parameter, int] | None,
     specs: Sequence[UnitSpec],
     config: SlideConfig,
     *,
@@ -163,7 +164,7 @@ def _experts(
     asks for that and none can. `readable`: whether this rank can read all weights in host memory."""
     if not config.experts:
         return frozenset()
-    found, reasons = find_experts(module, group_of)
+    found, reasons = find_experts(module, trained)
     # They are fetched beside the rest of their block, which has nothing packed.
     of_blocks = [
         {name for name, _ in spec.parameters}

@@ -34,9 +34,10 @@ class Experts:
         return tuple(f"{self.path}.{name}" if self.path else name for name in self.names)
 
 
-def find_experts(root: nn.Module, trained: Collection[nn.Parameter]) -> tuple[list[Experts], dict[str, str]]:
+def find_experts(root: nn.Module, trained: Collection[nn.Parameter] | None) -> tuple[list[Experts], dict[str, str]]:
     """Return the experts in `root` that can move in parts, and for each other experts module, by its path, why it
-    cannot, as a clause. `trained`: the parameters that an optimizer updates."""
+    cannot, as a clause. `trained`: the parameters that an optimizer updates; None for an engine without an
+    optimizer."""
     found: list[Experts] = []
     reasons: dict[str, str] = {}
     adapted = {id(base): wrapper for wrapper in root.modules() if (base := _base_of(wrapper)) is not None}
@@ -64,7 +65,7 @@ def _three_dimensional(module: nn.Module) -> Iterator[str]:
 
 
 def _why_whole(
-    module: nn.Module, names: tuple[str, ...], trained: Collection[nn.Parameter], wrapper: nn.Module | None
+    module: nn.Module, names: tuple[str, ...], trained: Collection[nn.Parameter] | None, wrapper: nn.Module | None
 ) -> str | None:
     """Return why the experts of a module cannot move in parts; None where they can."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
@@ -74,7 +75,7 @@ def _why_whole(
         return "it has no 3-D parameters of its own, but parametrizations or another form"
     if len(own) != sum(1 for _ in module.parameters()):
         return "a module inside of it has parameters, too"
-    if any(parameter in trained or parameter.requires_grad for parameter in own.values()):
+    if trained is not None and any(each in trained or each.requires_grad for each in own.values()):
         return "it has parameters that are trained"
     if len(dtypes := {own[name].dtype for name in names}) > 1 or not dtypes <= set(TRAINED_DTYPES):
         return "its experts are not all in bfloat16, or in float16, or in float32"

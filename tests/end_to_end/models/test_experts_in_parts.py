@@ -229,6 +229,9 @@ def test_short_forwards_with_whole_blocks_change_no_bit(shape: str) -> None:
 def test_generation_with_whole_blocks_leaves_experts_out(implementation: str, optimizer: bool) -> None:
     """Each step fetches the blocks without their experts, and the experts of its token."""
     model, plain = (mixture("qwen3", implementation).eval() for _ in range(2))
+    model.requires_grad_(not optimizer)  # as a script leaves it that only generates
+    if optimizer:
+        model.model.layers[0].self_attn.q_proj.requires_grad_(True)
     prompt = batches(1)[0]["input_ids"][:1, :6]
     options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     config = ds_config(WHOLE | {"debug": {"lane_delay_ms": 2.0, "seed": 5}})
@@ -334,6 +337,20 @@ def test_experts_that_cannot_move_in_parts(case: str) -> None:
             assert engine.optimizer.runtime.parts.experts is None
             results.append(train(engine, batches(1)))
     assert differences(*results) == []
+
+
+@pytest.mark.parametrize("slide", [PARTS, WHOLE], ids=["parts", "whole"])
+def test_an_engine_without_an_optimizer(slide: dict[str, Any]) -> None:
+    """Its experts require a gradient, as all parameters do of a model that a script has just made."""
+    model, plain = (mixture("mixtral").requires_grad_(True) for _ in range(2))
+    config, batch = ds_config(slide, optimizer=None), batches(1)[0]
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    try:
+        assert torch.equal(engine(**batch).loss, plain(**batch).loss)
+        with torch.no_grad():
+            assert torch.equal(engine(**batch).logits, plain(**batch).logits)
+    finally:
+        engine.destroy()
 
 
 def test_models_and_tiers_without_such_experts(disk: Path) -> None:
