@@ -105,7 +105,6 @@ finetune_models.PRESETS["deepseek-v3-2-blocks"] = {
 }
 
 
-
 def with_adapters(model: Any, rank: int, targets: str = "all-linear", seed: int = 0) -> Any:
     """LoRA, as a script prepares it for gradient checkpointing. PEFT makes it in fp32 on some bases and in bf16 on
     others; here it is in bf16 for every system, as DeepSpeed would convert it."""
