@@ -42,6 +42,17 @@ SPECULATIVE = [
     replace(_SPECULATIVE, name="speculation, two ranks", ranks=2, outer_units=1),
 ]
 
+_EXPERTS = replace(_MEMORY, experts=True, blocks=3)
+
+IN_PARTS = [
+    replace(_EXPERTS, name="experts in parts, inference", inference=True),
+    replace(_EXPERTS, name="experts in parts, under backward", held=False, checkpointing=True),
+    replace(_EXPERTS, name="experts in parts, weights written between steps", between="all", accumulation=2),
+    replace(_EXPERTS, name="experts in parts, two ranks", ranks=2, shared=True),
+]
+if not HAS_SHARED_WEIGHTS:
+    IN_PARTS.pop()
+
 ON_SSD = [
     HANG_1,
     Configuration("everything on SSD, 2 slots, inference", steps=2, inference=True),
@@ -219,7 +230,19 @@ BESIDE = [
 if not HAS_SHARED_WEIGHTS:
     BESIDE.clear()
 
-LARGER = [*TWO_PASSES, *SPECULATIVE, *ON_SSD, *DEFAULTS, *TWO_RANKS, *HOSTS, *SHARED, *SEQUENCES, *DIFFERENT, *BESIDE]
+LARGER = [
+    *TWO_PASSES,
+    *SPECULATIVE,
+    *IN_PARTS,
+    *ON_SSD,
+    *DEFAULTS,
+    *TWO_RANKS,
+    *HOSTS,
+    *SHARED,
+    *SEQUENCES,
+    *DIFFERENT,
+    *BESIDE,
+]
 
 ALL = [*EXHAUSTIVE, *LARGER]
 

@@ -29,6 +29,7 @@ from liveness.weights import sharing_of
 
 CHUNK_NUMEL = 2048
 SMALL_NUMEL = 128
+EXPERTS, EXPERT_NUMEL = 4, 64
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Configuration:
     """Weights of the ranks in memory that all of them read, else they are gathered."""
     apart: bool = False
     """The ranks are on a host each, and have no board."""
+    experts: bool = False
+    """Blocks have four frozen experts, which move in parts, one at a time. A micro-batch uses two or three of them."""
     exchanges: bool = False
     """Blocks have a collective of their own, as with divided sequences."""
     only_rank_0_infers: bool = False
@@ -98,7 +101,7 @@ class Configuration:
             outer_chunks_on_ssd=False,
             gradients_on_ssd=False,
             speculates=False,
-            shared=self.only_rank_0_infers or self.differ or self.fickle,
+            shared=self.only_rank_0_infers or self.differ or self.fickle or (self.experts and self.ranks > 1),
             one_at_a_time=False,
             ending="read",
         )
@@ -127,6 +130,9 @@ class Tiny(nn.Module):
             unit = nn.Module()
             values = noise(numel if order in blocks else SMALL_NUMEL, 0.5 + order)
             unit.register_parameter("weight", nn.Parameter(values.clone()))
+            if configuration.experts and order in blocks:
+                experts = noise(EXPERTS * EXPERT_NUMEL, 2.5 + order).view(EXPERTS, 1, EXPERT_NUMEL)
+                unit.register_parameter("experts", nn.Parameter(experts.clone(), requires_grad=False))
             self.units.append(unit)
 
     def forward(self, work: Callable[[], None]) -> None:
@@ -136,20 +142,28 @@ class Tiny(nn.Module):
 def unit_plans(model: Tiny, configuration: Configuration, settings: RuntimeSettings) -> list[UnitPlan]:
     blocks, plans = configuration.block_orders(), []
     for order, module in enumerate(model.units):
-        parameter = module.weight
+        parameters = dict(module.named_parameters())
         block = order in blocks
         spec = UnitSpec(
             name=f"block {order}" if block else f"outer {order}",
             kind="block" if block else "outer",
             index=blocks.index(order) if block else order,
             module=module if block else None,
-            parameters=((f"units.{order}.weight", parameter),),
-            numel=parameter.numel(),
-            precision=Precision.declared(parameter),
+            parameters=tuple((f"units.{order}.{name}", parameter) for name, parameter in parameters.items()),
+            numel=sum(parameter.numel() for parameter in parameters.values()),
+            precision=Precision.declared(module.weight),
         )
-        info = ParameterInfo("weight", tuple(parameter.shape), parameter.numel(), 0 if settings.trains else None)
-        layout = build_layout([info], configuration.ranks)
-        plans.append(UnitPlan(spec, layout, [parameter], settings.codec_of(spec.precision, layout)))
+        infos = [
+            ParameterInfo(
+                *(name, tuple(each.shape), each.numel()),
+                0 if settings.trains and name == "weight" else None,
+                of_experts=name == "experts",
+            )
+            for name, each in parameters.items()
+        ]
+        layout = build_layout(infos, configuration.ranks)
+        codec = settings.codec_of(spec.precision, layout)
+        plans.append(UnitPlan(spec, layout, [parameters[entry.name] for entry in layout.entries], codec))
     return plans
 
 
@@ -192,6 +206,7 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         hang_timeout=0.0,  # a watchdog is no part of what is explored
         update_passes=configuration.passes,
         speculate=configuration.speculates,
+        experts=1 if configuration.experts else 0,
     )
     return RuntimeSettings(
         slide=slide,

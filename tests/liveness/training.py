@@ -11,9 +11,10 @@ import torch
 from ds_slide.errors import SlideError
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.runtime.core.ranks import collectives
+from ds_slide.runtime.weights.experts import StreamedExperts
 from liveness.disk import names_of
 from liveness.scheduler import active
-from liveness.tiny import Configuration, Tiny, build, noise
+from liveness.tiny import EXPERTS, Configuration, Tiny, build, noise
 
 HYPER = AdamWHyper(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
@@ -115,6 +116,7 @@ class Training:
             else:
                 runtime.enter_forward(unit, with_backward=with_backward)
                 self._look(unit)
+                self._look_at_experts(unit)
                 self._exchange()
                 runtime.leave_forward(unit)
 
@@ -123,13 +125,14 @@ class Training:
         for unit in filter(self._has_gradient, reversed(runtime.units)):
             if unit.spec.kind == "block":
                 runtime.enter_backward(unit)
+                self._look_at_experts(unit)
                 if self.configuration.checkpointing:
                     self._look(unit)  # computed once more
                     self._exchange()
                     runtime.enter_backward(unit)
                 self._exchange()
             self._look(unit)
-            for parameter in unit.parameters:
+            for parameter, _ in unit.trainable:
                 values = noise(parameter.numel(), 7.0 * number + unit.order + 3 * self.rank)
                 parameter.grad = values.add(parameter.data, alpha=0.25)
             if unit.spec.kind == "block":
@@ -151,8 +154,15 @@ class Training:
         self.seen = seen
 
     def _look(self, unit: Any) -> None:
-        for parameter in unit.parameters:
+        for parameter in unit.in_slot:
             self.seen.append(_checksum(parameter.data))
+
+    def _look_at_experts(self, unit: Any) -> None:
+        if unit.experts:
+            source = StreamedExperts(self.runtime.parts.experts, unit, unit.experts)
+            used = [expert for expert in range(EXPERTS) if (self.number + self.rank + unit.order + expert) % 3]
+            for parameters in source.passes(used):
+                self.seen.append(_checksum(parameters["experts"]))
 
     def states(self) -> list[int]:
         """Checksums of everything that is trained, when all is settled."""
