@@ -29,7 +29,7 @@ from liveness.weights import sharing_of
 
 CHUNK_NUMEL = 2048
 SMALL_NUMEL = 128
-EXPERTS, EXPERT_NUMEL = 4, 64
+EXPERTS, EXPERT_NUMEL = 8, 64
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Configuration:
     apart: bool = False
     """The ranks are on a host each, and have no board."""
     experts: bool = False
-    """Blocks have four frozen experts, which move in parts, one at a time. A micro-batch uses two or three of them."""
+    """Blocks have eight frozen experts, which move in parts, one at a time. A micro-batch uses five or six of them."""
     exchanges: bool = False
     """Blocks have a collective of their own, as with divided sequences."""
     only_rank_0_infers: bool = False
