@@ -36,9 +36,9 @@ class Bindings:
         """The block bound for the graph of a backward, until another block is bound for it."""
 
     def bind(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
-        """Point the unit's parameters and carried tensors to `views`, one each, in its own shape. Experts that move in
-        parts stay ABSENT."""
-        parameters = unit.in_slot
+        """Point the unit's parameters and carried tensors to `views`, one each, in its own shape. Parameters without a
+        view stay ABSENT: experts that are fetched when they are needed."""
+        parameters = unit.in_slot[: len(views)]
         self._clients.set_availability(parameters, Binding.COMPUTING)
         for parameter, view in zip(parameters, views, strict=not unit.carried):
             parameter.data = view
@@ -77,8 +77,16 @@ class Bindings:
                 self._parts.context.device.wait(self._parts.gathers.into_slot(unit, slot))
         else:
             wait_on_stream(slot.ready, self._parts.context.device, recorder)
-        self.bind(unit, slot.views(unit))
+        views = slot.views(unit)
+        self.bind(unit, views if slot.experts is None else views[: -len(unit.layout.experts)])
         return slot
+
+    def bind_experts(self, unit: Unit, slot: Slot) -> None:
+        """Point the parameters of experts to their places in a slot that was filled without them."""
+        count = len(unit.layout.experts)
+        self._clients.set_availability(unit.parameters[-count:], Binding.COMPUTING)
+        for parameter, view in zip(unit.parameters[-count:], slot.views(unit)[-count:], strict=True):
+            parameter.data = view
 
     def unbind_slot(self, unit: Unit) -> None:
         """Give the unit's slot back, if it is bound to one."""

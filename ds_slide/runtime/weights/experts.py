@@ -45,7 +45,7 @@ def sources_of(
     """Yield the experts that are fetched when they are needed, each with its source."""
     units = {entry.name: (unit, entry) for unit in runtime.blocks for entry in unit.layout.experts}
     for experts in found:
-        places = [units[name] for name in experts.parameter_names if name in units]
+        places = [units.pop(name) for name in experts.parameter_names if name in units]
         if len(places) < len(experts.names):
             continue
         unit, entries = places[0][0], dict(zip(experts.names, (entry for _, entry in places), strict=True))
@@ -54,6 +54,7 @@ def sources_of(
             yield experts, StreamedExperts(runtime.parts.experts, unit, entries)
         else:
             yield experts, ExpertsInSlot(runtime, unit, entries)
+    assert not units, f"no module computes with {', '.join(units)}"
 
 
 def _fetch(context: Context, uploads: Uploads, unit: Unit, copies: Sequence[Copy], read: Marker) -> Future:
@@ -161,6 +162,7 @@ class ExpertsInSlot:
         window.few_tokens = self._count // (2 * index.shape[-1])
         if slot.experts is None:
             return
+        self._runtime.bindings.bind_experts(self._unit, slot)
         used = index.unique().tolist()  # waits for the GPU; ascending
         flat, copies = slot.elements(self._unit.dtype), []
         for entry in self._entries.values():

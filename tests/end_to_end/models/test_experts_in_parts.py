@@ -287,6 +287,20 @@ def test_a_copy_of_the_model_has_experts_of_its_own(slide: dict[str, Any]) -> No
         assert torch.equal(copied(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("slide", [PARTS, WHOLE], ids=["parts", "whole"])
+def test_another_forward_in_place_of_ours_has_all_experts(slide: dict[str, Any]) -> None:
+    """A script may replace a module's forward after the start. It then reads parameters that are not there, and they
+    are gathered, as in stock."""
+    model, plain = mixture("qwen3").eval(), mixture("qwen3").eval()
+    ids = batches(1)[0]["input_ids"][:1, :2]
+    with engine_for(model, ds_config(slide)) as engine, torch.no_grad():
+        engine(input_ids=ids)
+        for layer in model.model.layers:
+            del layer.mlp.experts.forward
+        for _ in range(2):
+            assert torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
 def test_an_exception_in_the_middle_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mixture("qwen3")
     experts, calls = type(model.model.layers[0].mlp.experts), []
