@@ -39,7 +39,7 @@ class ExpertSource(Protocol):
 
     @property
     def results(self) -> Results | None:
-        """Those of the block's call under way, if it may be recomputed."""
+        """The results of the block's call under way, if it may be recomputed."""
 
     @property
     def at_once(self) -> int:
