@@ -15,6 +15,7 @@ from torch import nn
 
 from ds_slide.runtime.activations.block_state import FIRST_CALLS, SMALL, BlockState, WatchedCall
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
+from ds_slide.runtime.core.unit import Uses
 
 TALLY = [0]
 
@@ -113,7 +114,7 @@ def test_a_write_is_undone_for_each_recomputation(write: str, earlier: int) -> N
         WRITES[write](layer)
         seen.append(shown(layer))
 
-    unit: Any = SimpleNamespace(parts=[], parameters=list(layer.parameters()))
+    unit: Any = SimpleNamespace(parts=[], parameters=list(layer.parameters()), experts={}, uses=Uses())
     call = WatchedCall(state, BlockCall(unit, [], UNASKED, function, ()))
     call()
     call.check()
