@@ -260,6 +260,25 @@ def test_generation_with_whole_blocks_leaves_experts_out(implementation: str, op
         engine.destroy()
 
 
+@pytest.mark.parametrize("slide", [PARTS, WHOLE], ids=["parts", "whole"])
+@pytest.mark.parametrize("what", [pytest.param("engine", marks=pytest.mark.slow), "experts"])
+def test_compiled_models_have_the_same_bits(what: str, slide: dict[str, Any]) -> None:
+    """Nothing is left out of whole blocks then: compiled code calls no function of the engine."""
+    torch._dynamo.reset()
+    plain, model = mixture("qwen3"), mixture("qwen3")
+    ids, data = batches(1)[0]["input_ids"], batches(2)
+    expected = plain_training(plain, data, 1.0)
+    with engine_for(model, ds_config(slide)) as engine:
+        for each in [engine] if what == "engine" else [layer.mlp.experts for layer in model.model.layers]:
+            each.compile(backend="eager")
+        found = train(engine, data)
+        found.states = states_of(model)
+        assert differences(found, expected) == []
+        with torch.no_grad():
+            for some in (ids, ids[:1, :2], ids[:1, 3:5]):
+                assert torch.equal(engine(input_ids=some).logits, plain(input_ids=some).logits)
+
+
 def test_writes_to_experts_count() -> None:
     """Between forwards; and they are whole wherever a script reads them."""
     model, plain = mixture("qwen3").eval(), mixture("qwen3").eval()

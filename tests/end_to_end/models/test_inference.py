@@ -161,7 +161,7 @@ def test_blocks_are_uploaded_ahead_and_once_a_forward() -> None:
         filled: list[int] = []
         uploads = engine.optimizer.runtime.parts.uploads
         fill = uploads.fill
-        uploads.fill = lambda unit, buffer: filled.append(unit.order) or fill(unit, buffer)
+        uploads.fill = lambda unit, buffer, **how: filled.append(unit.order) or fill(unit, buffer, **how)
         logits_of(engine, data[:1])
         engine.optimizer.runtime.parts.context.lanes.h2d.drain()
         filled.clear()
