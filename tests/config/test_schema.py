@@ -97,6 +97,7 @@ def test_every_setting_is_read():
             "seed": 5,
         },
         "trace": {"path": "step.json", "steps": [5, 7]},
+        "captured_blocks": False,
         "update_passes": 2,
         "speculate": True,
         "debug": {"lane_delay_ms": 2.5, "seed": 11, "out_of_place": False, "take_back": 0.5},
