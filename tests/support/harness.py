@@ -277,11 +277,11 @@ class PlainAdamW:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self.remainder = {
-            name: None if p.dtype == torch.float32 else torch.zeros(p.numel(), dtype=torch.int16)
+            name: None if p.dtype == torch.float32 else torch.zeros(p.numel(), dtype=torch.int16, device=p.device)
             for name, p in self.parameters.items()
         }
         self.moments = {
-            name: [torch.zeros(p.numel()) for _ in hyper.rule.states] for name, p in self.parameters.items()
+            name: [torch.zeros(p.numel(), device=p.device) for _ in hyper.rule.states] for name, p in self.parameters.items()
         }
 
     def step(
