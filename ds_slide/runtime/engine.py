@@ -202,6 +202,7 @@ class SlideRuntime:
             unit.uses.in_backward = False
             self.bindings.unbind_slot(unit)
         if torch.is_grad_enabled():
+            self.parts.spare.activations.captures.note_second_derivative()
             return  # a backward with create_graph: the block's use ends with the backward of the new graph
         unit.uses.ended += 1
         if unit.uses.ended >= unit.uses.begun and (

@@ -48,13 +48,14 @@ def _shape_of(tensor: torch.Tensor) -> Shape | None:
 class _Forward:
     """The newest forward with gradients. `moved`: blocks whose inputs leave the GPU. `free`: free bytes of the GPU, or
     None if the need of a batch is known. `may_give_up`: whether the tensors that it keeps can be given up. `handled`:
-    counts of blocks, and the bytes that it keeps."""
+    counts of blocks, and the bytes that it keeps. `recorded`: blocks whose activations have their memory already."""
 
     shape: Shape | None = None
     kept: Kept = field(default_factory=Kept)
     moved: frozenset[int] = frozenset()
     free: float | None = None
     may_give_up: bool = False
+    recorded: frozenset[int] = frozenset()
     handled: dict[str, int] = field(default_factory=lambda: _statistics(0, Kept(), 0))
 
 
@@ -104,13 +105,13 @@ class Activations:
         self._forward = _Forward()
         if not self.costs.orders:
             return
-        candidates, recorded = self.costs.keepable(shape), self.captures.recorded
-        # The activations of recorded blocks have their memory already, which is not in `room`.
+        candidates, recorded = self.costs.keepable(shape), self.captures.ready
+        # The memory of recorded blocks is not in `room`.
         wanted = [replace(each, nbytes=0, mixtures=()) if each.order in recorded else each for each in candidates]
         kept = kept_within(room, wanted, first=self.keeps_first)
         self.captures.note_kept(kept.whole)
         handled = _statistics(len(self.costs.orders), kept, kept.nbytes(wanted))
-        self._forward = _Forward(shape, kept, self._to_move(-room, shape), free, handled=handled)
+        self._forward = _Forward(shape, kept, self._to_move(-room, shape), free, recorded=recorded, handled=handled)
 
     def allow_giving_up(self) -> None:
         """Make the tensors that this forward keeps ready to be given up."""
@@ -168,11 +169,14 @@ class Activations:
             result = call.written(call.function, *call.inputs)
         elif order in forward.kept.whole and call.goes_through:
             assert forward.shape is not None
-            kept.append(nbytes := 0 if order in self.captures.recorded else self.costs.call_bytes(order, forward.shape))
+            nbytes = self.costs.call_bytes(order, forward.shape)
+            kept.append(nbytes)
             if forward.may_give_up and call.mixing_form is not None:
                 result = self._keep(call, WholeCall(nbytes))
             elif (replay := self.captures.block_of(call)) is not None:
                 result = replay(call)
+                if order in forward.recorded and self.captures.has_replayed(order):
+                    kept[-1] = 0
             else:
                 watched = WatchedCall(self._states[order], call, recomputes=False)
                 result = watched(*call.inputs)

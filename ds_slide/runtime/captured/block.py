@@ -4,10 +4,12 @@ The hooks of the block itself are called as always; only its `forward` is replac
 
     recording   has leaves of its own: the places of inputs, and stand-ins for the trained weights, on their memory
     forward     copies the inputs to the places that the recording reads, replays, and returns copies of the results
-    backward    copies the gradient of the results, replays, and puts the gradients of weights into `parameter.grad`
+    backward    copies the gradient of the results, replays, and puts the gradients of weights into `parameter.grad`.
+                Where autograd would do more with them (hooks, `torch.autograd.grad`), it gets copies
 
 The results are those of the operators as they are written, to the bit: a recording launches the same kernels.
-A call that differs from the recorded one runs as it is written. The first call and its backward are recorded.
+A call that differs from the recorded one runs as it is written. The first call and its backward are recorded. A
+backward that cannot be recorded, or that gets the gradients of other results, runs through the recorded graph.
 """
 
 from __future__ import annotations
@@ -17,21 +19,24 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import _len_torch_dispatch_stack
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.block_state import Before, BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
+from ds_slide.runtime.captured.checks import HostRandom, MadeOf, hooks_of, leaves_below
 from ds_slide.runtime.captured.graphs import Graph, Memory, Token
 from ds_slide.runtime.captured.inputs import NotRecordable, Place, SharedPlaces, Signature, leaves_of, with_leaves
 from ds_slide.runtime.core.calls import in_backward
 from ds_slide.runtime.core.context import AS_THEY_ARE
-from ds_slide.runtime.weights.saved_weights import hooks_around
+from ds_slide.runtime.weights.saved_weights import SavedTensor, hooks_around
 
 _ABSENT = object()
 WAY_OUT = 'set "ds_slide": {"captured_blocks": false}'
@@ -53,18 +58,24 @@ class _Recording:
     backward: Graph | None = None
     leaves: list[nn.Parameter] = field(default_factory=list)
     """Stand-ins for `trained` in the recording."""
+    pattern: tuple[bool, ...] | None = None
+    """Which results had a gradient in the first backward; None before it."""
     result: Any = None
     made: list[Any] = field(default_factory=list)
     results: list[torch.Tensor | None] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     """Places of the gradients of `inputs` and `trained`."""
 
-    def fill(self, leaves: Sequence[Any]) -> None:
+    def may_take(self, leaves: Sequence[Any]) -> bool:
+        """Whether no place would be overwritten that a waiting backward reads."""
+        return all(place is None or place.may_take(leaf) for place, leaf in zip(self.places, leaves, strict=True))
+
+    def fill(self, leaves: Sequence[Any], token: Token) -> None:
         """Copy the leaves of a call to their places."""
         with torch.no_grad():
             for place, leaf in zip(self.places, leaves, strict=True):
                 if place is not None:
-                    place.fill(leaf)
+                    place.fill(leaf, token)
 
 
 class CapturedBlock:
@@ -84,22 +95,22 @@ class CapturedBlock:
         """`modules`: the block's own and all in it. `index`: of its recording among those of `memory`. `copies`:
         gradients may be kept until after the next block's backward."""
         self._modules = modules
-        self._module, *inside = modules
+        self._module, *self._inside = modules
         self.name = name
         self._state = state
         self._memory = memory
         self._shared = shared
         self._index = index
         self._copies = copies
-        self._parameters = list(self._module.parameters())
-        self._hooks = [
-            hooks
-            for each in inside
-            for hooks in (each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks)
-        ]
+        self._parameters: list[nn.Parameter] = []
+        """The block's parameters at the recording."""
         self.recording: _Recording | None = None
         self._before: Before | None = None
         """The block's state at the recording."""
+        self._made_of: MadeOf | None = None
+        """What the block was made of at the recording."""
+        self.has_replayed = False
+        """Whether the latest call was a replay."""
         self._nothing = torch.empty(0, device=memory.device.torch)
         self.has_ended = False
         """Whether it runs as it is written for good."""
@@ -110,6 +121,7 @@ class CapturedBlock:
 
     def run(self, call: BlockCall) -> Any:
         """Run a call of the block, and record it if it is the first one."""
+        self.has_replayed = False
         if not self._may_replay():
             return call.function(*call.inputs)
         before = self._state.before() if self.recording is None else None
@@ -128,16 +140,18 @@ class CapturedBlock:
         return result
 
     def _may_replay(self) -> bool:
-        if self.has_ended or in_backward() or not torch.is_grad_enabled() or any(self._hooks):
+        if self.has_ended or in_backward() or not torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return False
         device = self._memory.device.torch.type
         if torch.is_autocast_enabled(device) or _len_torch_dispatch_stack() or hooks_around() is not None:
             return False
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return False
-        if self.recording is None or self._before is None:
-            return self.recording is None
-        return self._before.is_there() and self._weights() == self.recording.weights
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return False
+        if self.recording is None or self._before is None or self._made_of is None:
+            return self.recording is None and not any(hooks for each in self._inside for hooks in hooks_of(each))
+        return self._before.is_there() and self._made_of.is_there() and self._weights() == self.recording.weights
 
     def _weights(self) -> list[tuple[int, bool]]:
         with AS_THEY_ARE():
@@ -166,30 +180,45 @@ class CapturedBlock:
             leaves: list[Any] | None = list(leaves_of(given))
         else:
             leaves = self.recording.signature.fits(args, kwargs)
-        if leaves is None or (token := self._memory.stack.push(self._index)) is None:
+        if leaves is None or (self.recording is not None and not self.recording.may_take(leaves)):
             return written(*args, **kwargs)
-        recording = self.recording
-        if recording is not None:
-            recording.fill(leaves)
+        if (token := self._memory.stack.push(self._index)) is None:
+            return written(*args, **kwargs)
+        if self.recording is None:
+            self._try_to_record(written, given, leaves, token)
         else:
-            try:
-                recording = self.recording = self._record(written, given, leaves)
-            except (RuntimeError, NotRecordable) as error:
-                self.end(str(error))
-                return written(*args, **kwargs)
+            self.recording.fill(leaves, token)
+        if (recording := self.recording) is None:
+            del token
+            return written(*args, **kwargs)
         recording.forward.replay()
         inputs = [leaf for leaf in leaves if _needs_gradient(leaf)]
         with saved_tensors_hooks(lambda _: token, lambda _: self._nothing):
-            results = _Replay.apply(self, weakref.ref(token), *inputs)
+            results = _Replay.apply(self, weakref.ref(token), *inputs, *recording.trained)
+        self.has_replayed = True
         return with_leaves(recording.result, iter(results))
 
     # ---- recordings --------------------------------------------------------------------------------------------------
 
-    def _record(self, written: Callable[..., Any], given: tuple[Any, Any], leaves: Sequence[Any]) -> _Recording:
-        """Record the forward. Raises NotRecordable, or what torch raises."""
-        with AS_THEY_ARE():
-            if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in self._parameters):
-                raise NotRecordable("a parameter has a hook")
+    def _try_to_record(self, written: Callable[..., Any], given: Any, leaves: Sequence[Any], token: Token) -> None:
+        """Record the forward, or note why it cannot be recorded. An error of the script's own comes again when the call
+        runs as it is written."""
+        random = HostRandom()
+        try:
+            recording = self._record(written, given, leaves, token)
+            if random.has_been_drawn_from(of_torch=self._memory.device.is_cuda):
+                raise NotRecordable("it draws random numbers on the host")
+            self.recording = recording
+        except Exception as error:
+            random.put_back()
+            self.end(str(error))
+
+    def _record(
+        self, written: Callable[..., Any], given: tuple[Any, Any], leaves: Sequence[Any], token: Token
+    ) -> _Recording:
+        """Record the forward. Raises NotRecordable, or whatever the forward raises."""
+        self._parameters = list(self._module.parameters())
+        self._made_of = MadeOf(self._module, self._inside)
         signature = Signature(*given, self._memory.device.torch)
         places = [self._place(number, leaf) for number, leaf in enumerate(leaves)]
         recording = _Recording(
@@ -201,11 +230,12 @@ class CapturedBlock:
             [place.tensor for place, leaf in zip(places, leaves, strict=True) if place and _needs_gradient(leaf)],
             Graph(self._memory, self._memory.forwards),
         )
-        recording.fill(leaves)
+        recording.fill(leaves, token)
         for each in recording.inputs:
             each.requires_grad_()
         statics = [leaf if place is None else place.tensor for place, leaf in zip(places, leaves, strict=True)]
         args, kwargs = with_leaves(given, iter(statics))
+        versions = [None if place is None else place.tensor._version for place in places]
 
         def forward() -> list[torch.Tensor | None]:
             with torch.enable_grad(), self._stand_ins(recording):
@@ -219,6 +249,13 @@ class CapturedBlock:
             recording.results = recording.forward.record(forward)
         if not any(map(_needs_gradient, recording.results)):
             raise NotRecordable("no result needs a gradient")
+        after = list(leaves_of((args, kwargs)))
+        if len(after) != len(statics) or not all(map(is_, after, statics)):
+            raise NotRecordable("it changes a container among its inputs")
+        if versions != [None if place is None else place.tensor._version for place in places]:
+            raise NotRecordable("it changes an input in place")
+        if not leaves_below(recording.made) <= {id(each) for each in (*recording.inputs, *recording.leaves)}:
+            raise NotRecordable("it reads a tensor with a gradient that is neither an input nor its own weight")
         return recording
 
     @contextmanager
@@ -242,23 +279,23 @@ class CapturedBlock:
             return None
         return Place(leaf) if leaf.requires_grad else self._shared.of(number, leaf)
 
-    def _record_backward(self, recording: _Recording, gradients: Sequence[torch.Tensor]) -> Graph:
-        """Record the backward. `gradients`: the places of the gradients of the results."""
+    def _record_backward(self, recording: _Recording, places: Sequence[torch.Tensor]) -> None:
+        """Record the backward, if that is possible. `places`: of the gradients of the results that have one."""
         graph = Graph(self._memory, self._memory.backwards)
-
-        def backward() -> list[torch.Tensor | None]:
-            wanted = [*recording.inputs, *recording.leaves]
-            # The saved tensors of the recorded forward stay, because its replays write into them.
-            results = [each for each in recording.made if _needs_gradient(each)]
-            return list(torch.autograd.grad(results, wanted, gradients, allow_unused=True, retain_graph=True))
-
-        recording.gradients = list(map(self._memory.place_of, graph.record(backward)))
-        return graph
+        pattern = recording.pattern
+        assert pattern is not None
+        try:
+            gradients = graph.record(lambda: _gradients(recording, pattern, places))
+        except Exception as error:
+            self.has_ended, self.why = True, str(error)
+            return
+        recording.gradients = list(map(self._memory.place_of, gradients))
+        recording.backward = graph
 
     def end(self, why: str = "") -> None:
         """Run as it is written from now on, and free the recordings. No graph waits for its backward."""
         self.has_ended, self.why = True, why
-        self._before = self.recording = None
+        self._before = self._made_of = self.recording = None
 
     # ---- the parts of `_Replay` --------------------------------------------------------------------------------------
 
@@ -269,8 +306,20 @@ class CapturedBlock:
         pairs = zip(copies, self.recording.results, strict=True)
         return copies, [copied for copied, each in pairs if copied is not None and not _needs_gradient(each)]
 
-    def backward(self, token: Token | None, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Replay the backward. `gradients`: of all results. -> the gradients of the inputs that need one."""
+    def versions(self) -> list[int]:
+        """Return how often each weight has been written."""
+        with AS_THEY_ARE():
+            return [each._version for each in self._parameters]
+
+    def backward(
+        self,
+        token: Token | None,
+        versions: Sequence[int],
+        gradients: Sequence[torch.Tensor | None],
+        receivers: Sequence[Any],
+    ) -> list[torch.Tensor | None]:
+        """Replay the backward. `versions`: of the weights in the forward. `gradients`: of all results. `receivers`: the
+        nodes of autograd that get the gradients of inputs and weights. -> what autograd gives to these."""
         recording, memory = self.recording, self._memory
         if token is None or recording is None:
             raise SlideError(f"the backward of {self.name} came after its recording had been freed; {WAY_OUT}")
@@ -278,18 +327,63 @@ class CapturedBlock:
             raise SlideError(
                 f"a backward with create_graph=True goes through {self.name}, which replays its backward; {WAY_OUT}"
             )
+        for weight, version in zip(self._parameters, versions, strict=True):
+            SavedTensor(weight, version).unchanged()
         memory.lent.take_back()
         needed = [(each, new) for each, new in zip(recording.results, gradients, strict=True) if _needs_gradient(each)]
-        places = memory.gradient_places([result for result, _ in needed if result is not None])
-        for place, (_, gradient) in zip(places, needed, strict=True):
-            place.zero_() if gradient is None else place.copy_(gradient)
-        if recording.backward is None:
-            recording.backward = self._record_backward(recording, places)
-        recording.backward.replay()
+        pattern = tuple(new is not None for _, new in needed)
+        given = [(each, new) for each, new in needed if each is not None and new is not None]
+        places = memory.gradient_places([each for each, _ in given])
+        for place, (_, gradient) in zip(places, given, strict=True):
+            place.copy_(gradient)
+        if recording.pattern is None:
+            recording.pattern = pattern
+            self._record_backward(recording, places)
+        if recording.backward is not None and pattern == recording.pattern:
+            recording.backward.replay()
+            found = recording.gradients
+        else:
+            found = memory.aside(lambda: _gradients(recording, pattern, places))
         count = len(recording.inputs)
-        pairs = zip(recording.trained, recording.gradients[count:], strict=True)
-        memory.lent.give([(parameter, each) for parameter, each in pairs if each is not None], copies=self._copies)
-        return [None if each is None else each.clone() for each in recording.gradients[:count]]
+        copies = [None if each is None else each.clone() for each in found[:count]]
+        return copies + self._give(recording.trained, found[count:], receivers[count:])
+
+    def _give(
+        self, weights: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], receivers: Sequence[Any]
+    ) -> list[torch.Tensor | None]:
+        """Put gradients into `parameter.grad`. -> copies of those that autograd is to give."""
+        direct, rest = [], []
+        with AS_THEY_ARE():
+            for weight, gradient, receiver in zip(weights, gradients, receivers, strict=True):
+                is_direct = gradient is not None and _only_accumulates(weight, receiver)
+                rest.append(None if gradient is None or is_direct else gradient.clone())
+                if gradient is not None and is_direct:
+                    direct.append((weight, gradient))
+        self._memory.lent.give(direct, copies=self._copies)
+        return rest
+
+
+def _gradients(
+    recording: _Recording, pattern: Sequence[bool], gradients: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Return the gradients of inputs and weights. `pattern`: which results that need a gradient have one."""
+    wanted = [*recording.inputs, *recording.leaves]
+    needing = [each for each in recording.made if _needs_gradient(each)]
+    results = [each for each, has_one in zip(needing, pattern, strict=True) if has_one]
+    if not results:
+        return [None] * len(wanted)
+    # The saved tensors of the recorded forward stay, because its replays write into them.
+    return list(torch.autograd.grad(results, wanted, gradients, allow_unused=True, retain_graph=True))
+
+
+def _only_accumulates(weight: nn.Parameter, receiver: Any) -> bool:
+    """Whether autograd would do nothing with a gradient but add it to `weight.grad`. `receiver`: its node."""
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return False
+    try:  # the backward may be one for some leaves alone
+        return bool(torch._C._will_engine_execute_node(receiver))
+    except RuntimeError:  # `torch.autograd.grad` returns this gradient
+        return False
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
@@ -307,8 +401,8 @@ class _Replay(torch.autograd.Function):
     lets go of the token when it frees them."""
 
     @staticmethod
-    def forward(ctx: Any, block: CapturedBlock, token: weakref.ref[Token], *_inputs: torch.Tensor) -> Any:
-        ctx.block, ctx.token = block, token
+    def forward(ctx: Any, block: CapturedBlock, token: weakref.ref[Token], *_tensors: torch.Tensor) -> Any:
+        ctx.block, ctx.token, ctx.versions = block, token, block.versions()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(block._nothing)
         results, without_gradient = block.results()
@@ -317,4 +411,6 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        return (None, None, *ctx.block.backward(ctx.token(), gradients))
+        _ = ctx.saved_tensors  # raises torch's own error where the graph has been freed
+        receivers = [node for node, _ in ctx.next_functions]
+        return (None, None, *ctx.block.backward(ctx.token(), ctx.versions, gradients, receivers))

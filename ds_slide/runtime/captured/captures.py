@@ -77,6 +77,10 @@ class Captures:
         self._before_s = 0.0
         self._pause = STEADY
         """Steps of one shape before a recording."""
+        self._pushed = 0
+        """The forwards that recordings had begun when the last step ended."""
+        self._unused = 0
+        """The number of the last steps in a row without a replay."""
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
@@ -87,6 +91,11 @@ class Captures:
         if shape != self._shape:
             self._is_stale |= bool(self._blocks)
             self._shape, self._seconds = shape, []
+        self._shared.forget()
+        if self._memory is not None and self._memory.stack.is_empty:
+            for block in self._blocks.values():
+                if block.has_ended:
+                    block.end(block.why)
         if self._is_stale and self._memory is not None and self._memory.stack.is_empty:
             self._pause = min(2 * self._pause, MOST_PAUSE)
             self._free()
@@ -100,6 +109,15 @@ class Captures:
         """The blocks whose activations have their memory already."""
         recorded = ((order, block) for order, block in self._blocks.items() if block.recording is not None)
         return frozenset(order for order, block in recorded if not block.has_ended)
+
+    @property
+    def ready(self) -> frozenset[int]:
+        """The blocks that the forward that begins may replay: none while an older graph waits for its backward."""
+        return self.recorded if self._memory is not None and self._memory.stack.is_empty else frozenset()
+
+    def has_replayed(self, order: int) -> bool:
+        """Whether the latest call of a block was a replay."""
+        return order in self._blocks and self._blocks[order].has_replayed
 
     def block_of(self, call: BlockCall) -> Callable[[BlockCall], Any] | None:
         """Return what runs a call of a block that keeps all activations; None where it runs as it is written."""
@@ -135,14 +153,19 @@ class Captures:
         block. `is_settled`: no decision about memory is to come in the next steps."""
         if self.phase is Phase.OFF or self._shape is None:
             return
-        self._seconds.append(seconds)
+        self._seconds = [*self._seconds[-MOST_PAUSE:], seconds]
         latest = self._seconds[-STEADY:]
         if self.phase is Phase.RECORDING:
             self._seconds, self.phase = [], Phase.TRYING
             if not self.recorded:
                 self._give_up(f"no block could be recorded ({self._whys()})")
         elif self.phase is Phase.TRYING and len(self._seconds) >= STEADY:
-            self._judge(min(latest))
+            if self._memory is not None and self._memory.stack.is_empty:
+                self._judge(min(latest))
+        elif self.phase is Phase.KEPT and self._memory is not None:
+            self._unused = self._unused + 1 if self._memory.stack.pushed == self._pushed else 0
+            self._pushed = self._memory.stack.pushed
+            self._is_stale |= self._unused >= STEADY
         elif self.phase is Phase.WAITING and self._whole and is_settled and len(self._seconds) >= self._pause:
             fits = room >= BESIDE * kept_bytes + 3 * gradient_bytes
             if fits or self._wanted is True:
@@ -170,6 +193,11 @@ class Captures:
         self._free()
         self.phase = Phase.OFF
 
+    def note_second_derivative(self) -> None:
+        """Note a backward with create_graph=True, which cannot be replayed."""
+        if self.phase is not Phase.OFF and not self._blocks:
+            self._give_up("a backward has create_graph=True")
+
     # ---- their memory ------------------------------------------------------------------------------------------------
 
     def give_up(self) -> int:
@@ -184,6 +212,11 @@ class Captures:
             log.info(f"recordings of blocks have given {size(freed)} back")
         return freed
 
+    def leave_weights(self) -> None:
+        """Free the recordings because weights are about to move: now, or once no graph waits for its backward."""
+        self.give_up()
+        self._is_stale = bool(self._blocks)
+
     def _free(self) -> None:
         if self._memory is not None:
             self._memory.lent.take_back()
@@ -197,6 +230,7 @@ class Captures:
         if self.phase is not Phase.OFF:
             self.phase = Phase.WAITING
         self._seconds, self._is_stale = [], False
+        self._pushed = self._unused = 0
 
     def close(self) -> None:
         """Free the recordings for good."""

@@ -23,6 +23,8 @@ from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.core.device import Device
 
 T = TypeVar("T")
+_INVALID: list[Any] = []
+"""Recordings that have failed. torch's allocator of host memory asks them later whether they are under way."""
 
 
 class Graph:
@@ -60,12 +62,23 @@ class Graph:
             try:
                 results = function()
             except BaseException:
-                with suppress(RuntimeError):  # the recording is invalid, which is the reason or its consequence
-                    graph.capture_end()
+                self._abandon(graph)
                 raise
             graph.capture_end()
         self._graph = graph
         return results
+
+    def _abandon(self, graph: Any) -> None:
+        """End a recording that has failed. Where it is invalid, torch (2.13) leaves its allocator recording for ever,
+        which then frees no memory, and counts the pool as used."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):  # it had ended before the error
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
+            graph.reset()
+            _INVALID.append(graph)
 
     def replay(self) -> None:
         """Run the recorded operators on the stream that is current."""
@@ -98,6 +111,17 @@ class Memory:
                 self._gradient_places[key] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
             found.append(self._gradient_places[key])
         return found
+
+    def aside(self, function: Callable[[], T]) -> T:
+        """Run `function`, which computes a recorded graph, on the stream of recordings."""
+        if not self.device.is_cuda:
+            return function()
+        current = torch.cuda.current_stream(self.device.torch)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result = function()
+        current.wait_stream(self.stream)
+        return result
 
     def place_of(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """Return a tensor on the memory of `tensor` that does not keep this memory from later recordings."""
@@ -132,6 +156,8 @@ class Stack:
 
     def __init__(self) -> None:
         self._tokens: list[weakref.ref[Token]] = []
+        self.pushed = 0
+        """The number of forwards that have begun."""
 
     def push(self, index: int) -> Token | None:
         """Begin a forward of the recording `index`; None where it would overwrite the tensors of one that waits."""
@@ -140,6 +166,7 @@ class Stack:
             return None
         token = Token(index)
         self._tokens.append(weakref.ref(token))
+        self.pushed += 1
         return token
 
     @property

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ds_slide.runtime.captured.graphs import Token
+
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Types of arguments that are no tensors, of blocks that may be recorded. They are compared by value."""
 _CONTAINERS = (tuple, list, dict)
@@ -43,15 +45,18 @@ def with_leaves(node: Any, leaves: Iterator[Any]) -> Any:
 def _outline(node: Any) -> Any:
     """Return the containers of `node`, without their leaves."""
     kind = type(node)
-    if kind is dict:
-        return {key: _outline(each) for key, each in node.items()}
+    if kind is dict:  # the order of its keys is the order of the leaves
+        return kind, [(key, _outline(each)) for key, each in node.items()]
     return (kind, [_outline(each) for each in node]) if kind in _CONTAINERS else None
 
 
 def _described(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return leaf
+    """Return what two leaves have in common that are alike. Raises NotRecordable."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf  # `True` is no 1
+    if type(leaf) is not torch.Tensor or leaf.is_nested or leaf.layout is not torch.strided or leaf.is_inference():
+        raise NotRecordable(f"an input is a {type(leaf).__name__} with the layout {leaf.layout}")
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
 
 
 class Signature:
@@ -63,8 +68,8 @@ class Signature:
         leaves = list(leaves_of(given))
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                if leaf.device.type != device.type or type(leaf) is not torch.Tensor or leaf.is_inference():
-                    raise NotRecordable(f"an input is a {type(leaf).__name__} on {leaf.device}")
+                if leaf.device.type != device.type:
+                    raise NotRecordable(f"an input is on {leaf.device}")
             elif not isinstance(leaf, PLAIN):
                 raise NotRecordable(f"an input is a {type(leaf).__name__}")
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
@@ -76,39 +81,63 @@ class Signature:
         """Return the leaves of a call that is like the recorded one; None for another call."""
         given = (tuple(args), dict(kwargs))
         leaves = list(leaves_of(given))
-        if [_described(leaf) for leaf in leaves] != self._leaves or _outline(given) != self._outline:
+        try:
+            is_alike = [_described(leaf) for leaf in leaves] == self._leaves and _outline(given) == self._outline
+        except NotRecordable:
             return None
-        return None if any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves) else leaves
+        return leaves if is_alike else None
 
 
 class Place:
-    """A tensor that recordings read. It is filled before each replay."""
+    """A tensor that recordings read. It is filled before each replay. Backwards read it, too: it keeps its contents
+    while a forward that has read them waits for its backward."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.tensor = torch.empty_like(like.detach())  # with its strides, unless elements share their memory
         self._source: weakref.ref[torch.Tensor] | None = None
-        self._version = 0
+        self._versions = 0, 0
+        self._readers: weakref.WeakSet[Token] = weakref.WeakSet()
 
-    def fill(self, source: torch.Tensor) -> None:
-        """Copy `source`, unless the place has its contents already."""
-        if self._source is not None and self._source() is source and self._version == source._version:
-            return
-        self.tensor.copy_(source)
-        self._source, self._version = weakref.ref(source), source._version
+    def may_take(self, source: torch.Tensor) -> bool:
+        """Whether it has the contents of `source`, or may be filled with them."""
+        return self._has(source) or not self._readers
+
+    def fill(self, source: torch.Tensor, reader: Token) -> None:
+        """Copy `source`, unless the place has its contents already. `reader`: of the forward that reads it."""
+        if not self._has(source):
+            self.tensor.copy_(source)
+            self._source, self._versions = weakref.ref(source), (source._version, self.tensor._version)
+        self._readers.add(reader)
+
+    def forget(self) -> None:
+        """Forget whose contents it has: code that writes through `.data` changes no version."""
+        self._source = None
+
+    def _has(self, source: torch.Tensor) -> bool:
+        is_same = self._source is not None and self._source() is source
+        return is_same and self._versions == (source._version, self.tensor._version)
 
 
 class SharedPlaces:
-    """Places of inputs without a gradient, which most blocks get alike: position embeddings, masks."""
+    """Places of inputs without a gradient, which most blocks get alike: position embeddings, masks. Models with two
+    kinds of layers have two masks of one shape, and so two places."""
 
     def __init__(self) -> None:
-        self._places: dict[Any, Place] = {}
+        self._places: dict[Any, list[Place]] = {}
 
     def of(self, index: int, tensor: torch.Tensor) -> Place:
-        """Return the place of the leaf `index` of a call."""
-        key = index, tensor.shape, tensor.stride(), tensor.dtype
-        if key not in self._places:
-            self._places[key] = Place(tensor)
-        return self._places[key]
+        """Return a place that may take the leaf `index` of a call."""
+        places = self._places.setdefault((index, tensor.shape, tensor.stride(), tensor.dtype, tensor.device), [])
+        found = next((each for each in places if each.may_take(tensor)), None)
+        if found is None:
+            places.append(found := Place(tensor))
+        return found
+
+    def forget(self) -> None:
+        """Fill all places anew in the forward that begins."""
+        for places in self._places.values():
+            for each in places:
+                each.forget()
 
     def clear(self) -> None:
         self._places.clear()

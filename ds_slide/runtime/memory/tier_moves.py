@@ -99,7 +99,7 @@ def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = N
 
 def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
     _settle(runtime, moving)
-    runtime.parts.spare.activations.captures.give_up()  # recordings hold the weights where they are
+    runtime.parts.spare.activations.captures.leave_weights()  # recordings hold the weights where they are
     demoted = [unit for unit in moving if not unit.is_uploaded]
     wanted = [unit for unit in moving if unit.is_uploaded]
     promoted: list[Unit] = []

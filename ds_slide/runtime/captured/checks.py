@@ -1,0 +1,87 @@
+"""What a recording takes for granted: what a block is made of, and which tensors and random numbers it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_slide.runtime.activations.state_places import globals_of_random
+
+
+def hooks_of(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the hooks of a module, by their kinds."""
+    yield from (module._forward_pre_hooks, module._forward_hooks)
+    yield from (module._backward_pre_hooks, module._backward_hooks)
+
+
+class MadeOf:
+    """The modules, parameters and hooks of a block, the attributes of torch's own modules in it (the rate of a dropout)
+    and those of its configurations (the implementation of its attention). `Before` has the other attributes.
+
+    Values are compared by identity, in one call in C for all."""
+
+    def __init__(self, module: nn.Module, inside: Sequence[nn.Module]) -> None:
+        """`inside`: the modules in the block's own one."""
+        everything = (module, *inside)
+        plain = (each for each in inside if type(each).__module__.startswith("torch.nn.modules."))
+        configurations = {id(config): config for each in everything if (config := vars(each).get("config")) is not None}
+        self._dictionaries = [
+            *(found for each in everything for found in (each._modules, each._parameters)),
+            *(hooks for each in inside for hooks in hooks_of(each)),
+            *map(vars, plain),
+            *(vars(each) for each in configurations.values() if hasattr(each, "__dict__")),
+        ]
+        self._lengths = list(map(len, self._dictionaries))
+        self._values = self._read()
+
+    def is_there(self) -> bool:
+        """Whether the block is made of the same objects at present."""
+        return list(map(len, self._dictionaries)) == self._lengths and all(map(is_, self._read(), self._values))
+
+    def _read(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dictionaries)))
+
+
+class HostRandom:
+    """The random generators of the host: a recording repeats what was drawn from them."""
+
+    def __init__(self) -> None:
+        self._of_torch = torch.get_rng_state()
+        self._others = [(place, place.read()) for place in globals_of_random()]
+
+    def has_been_drawn_from(self, *, of_torch: bool) -> bool:
+        """Whether numbers have been drawn since. `of_torch`: whether torch's generator is one of the host alone."""
+        if of_torch and not torch.equal(torch.get_rng_state(), self._of_torch):
+            return True
+        return not all(place.is_same(value) for place, value in self._others)
+
+    def put_back(self) -> None:
+        """Let the same numbers be drawn again."""
+        torch.set_rng_state(self._of_torch)
+        for place, value in self._others:
+            place.write(value)
+
+
+def leaves_below(results: Iterable[Any]) -> set[int]:
+    """Return the identities of the tensors for which a backward from `results` accumulates gradients."""
+    found, seen = set(), set()
+    waiting = []
+    for each in results:
+        if isinstance(each, torch.Tensor) and each.requires_grad:
+            waiting.append(each.grad_fn)
+            if each.is_leaf:
+                found.add(id(each))
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+            found.add(id(node.variable))
+        waiting += [each for each, _ in node.next_functions]
+    return found
