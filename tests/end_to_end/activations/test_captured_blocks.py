@@ -180,9 +180,54 @@ def gradients_between(engine: Any) -> Result:
     return result
 
 
+def gradients_of_inputs(engine: Any) -> Result:
+    """A gradient of the embeddings alone (saliency, adversarial noise), which gives the weights none."""
+    result = train(engine, batches(STEPS))
+    for batch in batches(2, seed=16):
+        given = engine.module.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        loss = engine(inputs_embeds=given, labels=batch["labels"]).loss
+        (gradient,) = torch.autograd.grad(loss, given)
+        result.losses.append(gradient.double().square().sum().item())
+        result.losses += train(engine, [batch]).losses
+    return result
+
+
+def hooked_weights(engine: Any) -> Result:
+    """Hooks of weights, registered late."""
+    result, seen = train(engine, batches(STEPS)), []
+    layers = layers_of(engine.module)
+    handle = layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient * 0.5)
+    layers[2].mlp.up_proj.weight.register_hook(lambda gradient: seen.append(gradient))
+    result.losses += train(engine, batches(2, seed=17)).losses
+    handle.remove()
+    result.losses += train(engine, batches(1, seed=18)).losses
+    result.losses += [each.double().sum().item() for each in seen]
+    return result
+
+
+def interrupted(engine: Any) -> Result:
+    """Ctrl-C in the step that records, and in a later one."""
+    result = Result()
+    data = batches(STEPS + 2)
+    for number, batch in enumerate(data):
+        if number in (RECORDING - 1, RECORDING + 1):
+            inner = layers_of(engine.module)[3].mlp.act_fn
+            written = inner.forward
+
+            def interrupt(*_: Any) -> None:
+                raise KeyboardInterrupt
+
+            inner.forward = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                engine(**batch)
+            inner.forward = written
+        result.losses += train(engine, [batch]).losses
+    return result
+
+
 LOOPS = [
     two_forwards, two_backwards, dropped_graphs, changed_attribute, frozen_later, hooked_later, masked,
-    gradients_between,
+    gradients_between, gradients_of_inputs, hooked_weights, interrupted,
 ]  # fmt: skip
 
 
@@ -215,6 +260,72 @@ def test_a_second_derivative_is_refused_by_name() -> None:
         (embedding,) = [each for each in engine.module.parameters() if each.shape[0] == 256][:1]
         with pytest.raises(SlideError, match="create_graph=True goes through model"):
             torch.autograd.grad(output.loss, embedding, create_graph=True, allow_unused=True)
+
+
+def test_two_kinds_of_masks(replays: list[Graph]) -> None:
+    """The layers of Gemma 3 get a mask and position embeddings of their kind, of one shape each."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=16, sliding_window=8, sliding_window_pattern=2, use_cache=False,
+            )
+        )  # fmt: skip
+
+    def training(engine: Any) -> Result:
+        data = batches(STEPS)
+        for batch in data:
+            mask = torch.ones_like(batch["input_ids"])
+            mask[0, :5] = 0
+            batch["attention_mask"] = mask
+        return train(engine, data)
+
+    expected, result = both(training, build)
+    assert differences(result, expected) == []
+    assert len(replays) == 2 * 6 * (STEPS - RECORDING + 1)
+
+
+def test_a_loop_with_second_derivatives_is_left_alone(replays: list[Graph]) -> None:
+    def training(engine: Any) -> Result:
+        result = Result()
+        for batch in batches(STEPS):
+            given = engine.module.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+            loss = engine(inputs_embeds=given, labels=batch["labels"]).loss
+            (gradient,) = torch.autograd.grad(loss, given, create_graph=True)
+            engine.backward(loss + gradient.square().sum())
+            engine.step()
+            result.losses.append(loss.item())
+        return result
+
+    expected, result = both(training, lambda: llama(attn_implementation="eager"))
+    assert differences(result, expected) == []
+    assert not replays
+
+
+def test_recordings_that_are_not_used_are_freed(replays: list[Graph]) -> None:
+    with engine_for(llama(), config_of({**RESIDENT, "captured_blocks": True})) as engine:
+        train(engine, batches(STEPS))
+        assert len(captures_of(engine).recorded) == 6
+        for layer in layers_of(engine.module):
+            layer.self_attn.scaling = 0.1
+        replays.clear()
+        train(engine, batches(STEADY + 1, seed=19))
+        assert not replays
+        assert not captures_of(engine).recorded
+
+
+def test_a_graph_older_than_a_step_raises() -> None:
+    with engine_for(llama(), config_of({**RESIDENT, "captured_blocks": True})) as engine:
+        train(engine, batches(STEPS))
+        old = engine(**batches(1, seed=20)[0]).loss
+        new = engine(**batches(1, seed=21)[0]).loss
+        engine.backward(new)
+        engine.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(old)
 
 
 def test_the_cpu_accelerator_records_nothing_unasked(replays: list[Graph]) -> None:
