@@ -1,0 +1,37 @@
+"""One of two ranks (gloo, CPU) of test_captured_ranks.py: leaves what it saw in FOLDER/rank<N>.pt.
+
+python captured_ranks_worker.py FOLDER
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import two_ranks
+from harness import batches, ds_config, engine_for, llama, states_of, train
+
+from ds_slide.runtime.captured.captures import STEADY
+from ds_slide.runtime.memory.spare_memory import LOOKS
+
+STEPS = LOOKS[-1] + 2 + STEADY + 1
+SCHEDULES: dict[str, Any] = {"clipping": {"clip": 1.0}, "immediate": {"clip": 0.0}, "accumulation": {"accumulation": 2}}
+
+
+def main(rank: int, folder: Path) -> None:
+    slide = {"window": 2, "cpu_threads": 1, "gpu_memory": "1GiB", "gpu_states": "1GiB"}
+    with two_ranks.as_rank(rank, folder) as seen:
+        for name, schedule in SCHEDULES.items():
+            count = schedule.get("accumulation", 1)
+            for wanted in (False, True):
+                torch.manual_seed(3)
+                model = llama(attention_dropout=0.1, attn_implementation="eager")
+                with engine_for(model, ds_config({**slide, "captured_blocks": wanted}, **schedule)) as engine:
+                    result = train(engine, batches(STEPS * count, seed=rank + 1))
+                    replayed = engine.optimizer.slide_stats()["activations"]["replayed"]
+                    seen[f"{name} {wanted}"] = result.losses, states_of(model), replayed
+
+
+if __name__ == "__main__":
+    two_ranks.fork_ranks(main)
