@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.block_state import Before, BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
-from ds_slide.runtime.captured.checks import HostRandom, MadeOf, hooks_of, leaves_below
+from ds_slide.runtime.captured.checks import HostRandom, MadeOf, Weights, hooks_of, leaves_below
 from ds_slide.runtime.captured.graphs import Graph, Memory, Token
 from ds_slide.runtime.captured.inputs import NotRecordable, Place, SharedPlaces, Signature, leaves_of, with_leaves
 from ds_slide.runtime.core.calls import in_backward
@@ -44,27 +44,33 @@ WAY_OUT = 'set "ds_slide": {"captured_blocks": false}'
 
 @dataclass
 class _Recording:
-    """The recorded call. `places`: of its leaves, None for a leaf that is no tensor. `inputs`: the places that need a
-    gradient. `result`: what the forward returns. `made`: its leaves, with their graph, of which `results` has the first
-    ones for ever."""
+    """The recorded call. `made_of`, `weights`: of the block. `places`: of the call's leaves, None for a leaf that is no
+    tensor. `inputs`: the places that need a gradient. `result`: what the forward returns. `made`: its leaves, with
+    their graph, of which `results` has the first ones for ever."""
 
-    index: int
     signature: Signature
-    weights: list[tuple[int, bool]]
-    trained: list[nn.Parameter]
+    made_of: MadeOf
+    weights: Weights
     places: list[Place | None]
     inputs: list[torch.Tensor]
     forward: Graph
     backward: Graph | None = None
     leaves: list[nn.Parameter] = field(default_factory=list)
-    """Stand-ins for `trained` in the recording."""
+    """Stand-ins for the trained weights in the recording."""
     pattern: tuple[bool, ...] | None = None
     """Which results had a gradient in the first backward; None before it."""
     result: Any = None
     made: list[Any] = field(default_factory=list)
     results: list[torch.Tensor | None] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
-    """Places of the gradients of `inputs` and `trained`."""
+    """Places of the gradients of `inputs` and of the trained weights."""
+    before: Before | None = None
+    """The block's state at the recording; None until this call has ended."""
+
+    def is_valid(self) -> bool:
+        """Whether the block is what it was at the recording."""
+        before = self.before
+        return before is not None and before.is_there() and self.made_of.is_there() and self.weights.are_there()
 
     def may_take(self, leaves: Sequence[Any]) -> bool:
         """Whether no place would be overwritten that a waiting backward reads."""
@@ -102,13 +108,7 @@ class CapturedBlock:
         self._shared = shared
         self._index = index
         self._copies = copies
-        self._parameters: list[nn.Parameter] = []
-        """The block's parameters at the recording."""
         self.recording: _Recording | None = None
-        self._before: Before | None = None
-        """The block's state at the recording."""
-        self._made_of: MadeOf | None = None
-        """What the block was made of at the recording."""
         self.has_replayed = False
         """Whether the latest call was a replay."""
         self._nothing = torch.empty(0, device=memory.device.torch)
@@ -135,7 +135,7 @@ class CapturedBlock:
             with self._exchanged():
                 result = function(*call.inputs)
         if before is not None and self.recording is not None:
-            self._before = before
+            self.recording.before = before
             self.has_ended = self._state.after(before)
         return result
 
@@ -149,13 +149,9 @@ class CapturedBlock:
             return False
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return False
-        if self.recording is None or self._before is None or self._made_of is None:
-            return self.recording is None and not any(hooks for each in self._inside for hooks in hooks_of(each))
-        return self._before.is_there() and self._made_of.is_there() and self._weights() == self.recording.weights
-
-    def _weights(self) -> list[tuple[int, bool]]:
-        with AS_THEY_ARE():
-            return [(each.data_ptr(), each.requires_grad) for each in self._parameters]
+        if self.recording is None:
+            return not any(hooks for each in self._inside for hooks in hooks_of(each))
+        return self.recording.is_valid()
 
     @contextmanager
     def _exchanged(self) -> Iterator[None]:
@@ -194,7 +190,7 @@ class CapturedBlock:
         recording.forward.replay()
         inputs = [leaf for leaf in leaves if _needs_gradient(leaf)]
         with saved_tensors_hooks(lambda _: token, lambda _: self._nothing):
-            results = _Replay.apply(self, weakref.ref(token), *inputs, *recording.trained)
+            results = _Replay.apply(self, weakref.ref(token), *inputs, *recording.weights.trained)
         self.has_replayed = True
         return with_leaves(recording.result, iter(results))
 
@@ -217,15 +213,12 @@ class CapturedBlock:
         self, written: Callable[..., Any], given: tuple[Any, Any], leaves: Sequence[Any], token: Token
     ) -> _Recording:
         """Record the forward. Raises NotRecordable, or whatever the forward raises."""
-        self._parameters = list(self._module.parameters())
-        self._made_of = MadeOf(self._module, self._inside)
         signature = Signature(*given, self._memory.device.torch)
         places = [self._place(number, leaf) for number, leaf in enumerate(leaves)]
         recording = _Recording(
-            self._index,
             signature,
-            self._weights(),
-            [each for each in self._parameters if each.requires_grad],
+            MadeOf(self._module, self._inside),
+            Weights(self._module),
             places,
             [place.tensor for place, leaf in zip(places, leaves, strict=True) if place and _needs_gradient(leaf)],
             Graph(self._memory, self._memory.forwards),
@@ -262,7 +255,7 @@ class CapturedBlock:
     def _stand_ins(self, recording: _Recording) -> Iterator[None]:
         """Exchange the trained weights for new leaves on the same memory. Autograd keeps with a leaf the stream that it
         was used on first, and waits for it: a wait for another stream would end the recording."""
-        of = {id(each): nn.Parameter(each.detach()) for each in recording.trained}
+        of = {id(each): nn.Parameter(each.detach()) for each in recording.weights.trained}
         recording.leaves = list(of.values())
         holders = [(holder, name, weight) for each in self._modules for holder, name, weight in _weights_of(each)]
         exchanged = [(holder, name, weight) for holder, name, weight in holders if id(weight) in of]
@@ -295,7 +288,7 @@ class CapturedBlock:
     def end(self, why: str = "") -> None:
         """Run as it is written from now on, and free the recordings. No graph waits for its backward."""
         self.has_ended, self.why = True, why
-        self._before = self._made_of = self.recording = None
+        self.recording = None
 
     # ---- the parts of `_Replay` --------------------------------------------------------------------------------------
 
@@ -308,8 +301,8 @@ class CapturedBlock:
 
     def versions(self) -> list[int]:
         """Return how often each weight has been written."""
-        with AS_THEY_ARE():
-            return [each._version for each in self._parameters]
+        assert self.recording is not None
+        return self.recording.weights.versions()
 
     def backward(
         self,
@@ -327,7 +320,7 @@ class CapturedBlock:
             raise SlideError(
                 f"a backward with create_graph=True goes through {self.name}, which replays its backward; {WAY_OUT}"
             )
-        for weight, version in zip(self._parameters, versions, strict=True):
+        for weight, version in zip(recording.weights.parameters, versions, strict=True):
             SavedTensor(weight, version).unchanged()
         memory.lent.take_back()
         needed = [(each, new) for each, new in zip(recording.results, gradients, strict=True) if _needs_gradient(each)]
@@ -346,7 +339,7 @@ class CapturedBlock:
             found = memory.aside(lambda: _gradients(recording, pattern, places))
         count = len(recording.inputs)
         copies = [None if each is None else each.clone() for each in found[:count]]
-        return copies + self._give(recording.trained, found[count:], receivers[count:])
+        return copies + self._give(recording.weights.trained, found[count:], receivers[count:])
 
     def _give(
         self, weights: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], receivers: Sequence[Any]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_slide.runtime.activations.state_places import globals_of_random
+from ds_slide.runtime.core.context import AS_THEY_ARE
 
 
 def hooks_of(module: nn.Module) -> Iterator[dict[int, Any]]:
@@ -45,6 +46,29 @@ class MadeOf:
 
     def _read(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._dictionaries)))
+
+
+class Weights:
+    """The parameters and buffers of a block, and where they lie."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = list(module.parameters())
+        self.trained = [each for each in self.parameters if each.requires_grad]
+        self._all = [*self.parameters, *module.buffers()]
+        self._places = self._read()
+
+    def are_there(self) -> bool:
+        """Whether they lie where they have lain, and the same ones are trained."""
+        return self._read() == self._places
+
+    def versions(self) -> list[int]:
+        """Return how often each parameter has been written."""
+        with AS_THEY_ARE():
+            return [each._version for each in self.parameters]
+
+    def _read(self) -> list[tuple[int, bool]]:
+        with AS_THEY_ARE():
+            return [(each.data_ptr(), each.requires_grad) for each in self._all]
 
 
 class HostRandom:

@@ -36,6 +36,7 @@ class Block(nn.Module):
         self.down = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.0)
         self.act = nn.Tanh()
+        self.register_buffer("table", torch.ones(WIDTH))
         self.config = SimpleNamespace(attention="eager")
         self.outside: list[nn.Parameter] = []
         self.draws = False
@@ -52,13 +53,13 @@ class Block(nn.Module):
 
 
 class InPlace(Block):
-    def forward(self, hidden: torch.Tensor, scale: torch.Tensor, notes: Any = None) -> Any:
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> Any:  # type: ignore[override]
         scale.add_(1.0)
         return super().forward(hidden, scale)
 
 
 class TwoResults(Block):
-    def forward(self, hidden: torch.Tensor, scale: torch.Tensor, notes: Any = None) -> Any:
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> Any:  # type: ignore[override]
         return super().forward(hidden, scale), (self.up(hidden) * 0.0).sqrt()
 
 
@@ -225,6 +226,7 @@ def test_another_mask_does_not_reach_a_graph_that_waits() -> None:
         lambda module: module.drop.eval(),
         lambda module: setattr(module.up.weight, "data", module.up.weight.detach().clone()),
         lambda module: module.up.weight.requires_grad_(False),
+        lambda module: setattr(module.table, "data", module.table.clone()),
         lambda module: setattr(module, "draws", 0),
     ],
 )
@@ -344,7 +346,7 @@ def test_a_weight_that_was_written_before_the_backward() -> None:
         loss = run(hidden(2), SCALE).square().sum()
         with torch.no_grad():
             module.down.weight.mul_(2.0)
-        with pytest.raises(RuntimeError, match="has been modified by an inplace operation|modified"):
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
             loss.backward()
 
 
