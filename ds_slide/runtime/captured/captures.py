@@ -93,6 +93,7 @@ class Captures:
             self._shape, self._seconds = shape, []
         self._shared.forget()
         if self._memory is not None and self._memory.stack.is_empty:
+            self._memory.lent.take_back()
             for block in self._blocks.values():
                 if block.has_ended:
                     block.end(block.why)
