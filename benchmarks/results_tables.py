@@ -143,6 +143,9 @@ CURRENT = (
     ("14 B nf4 LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b nf4 LoRA 4 x 2048", "24 GiB", "adapters-and-muon", None),
     ("30 B-A3B LoRA, 8 x 2048, 24 GiB", "qwen3-30b-a3b LoRA 8 x 2048", "24 GiB", "adapters-and-muon", None),
     ("3 B with Muon, 8 x 2048", "Muon qwen2.5-3b 8 x 2048", CLIP, "adapters-and-muon", None),
+    ("3 B, 8 micro-batches of 1 x 2048", "qwen2.5-3b 1 x 2048 x 8", CLIP, "recorded-blocks", None),
+    ("3 B LoRA, 8 micro-batches of 1 x 2048", "qwen2.5-3b LoRA 1 x 2048 x 8", CLIP, "recorded-blocks", None),
+    ("0.5 B, 4 micro-batches of 8 x 512", "qwen2.5-0.5b 8 x 512 x 4", CLIP, "recorded-blocks", None),
 )
 """The newest runs: of each setting the one beside stock, or the latest."""
 
