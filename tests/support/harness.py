@@ -281,7 +281,8 @@ class PlainAdamW:
             for name, p in self.parameters.items()
         }
         self.moments = {
-            name: [torch.zeros(p.numel(), device=p.device) for _ in hyper.rule.states] for name, p in self.parameters.items()
+            name: [torch.zeros(p.numel(), device=p.device) for _ in hyper.rule.states]
+            for name, p in self.parameters.items()
         }
 
     def step(
