@@ -22,6 +22,7 @@ from ds_slide.report.log import log, size
 from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
 from ds_slide.runtime.captured.block import CapturedBlock
+from ds_slide.runtime.captured.checks import has_experts
 from ds_slide.runtime.captured.graphs import Memory
 from ds_slide.runtime.captured.inputs import SharedPlaces
 from ds_slide.runtime.core.device import Device
@@ -126,7 +127,7 @@ class Captures:
         if self.phase is Phase.OFF or self._is_stale or unit.is_streamed:
             return None
         block = self._blocks.get(unit.order)
-        if block is None and self.phase is Phase.RECORDING:
+        if block is None and self.phase is Phase.RECORDING and (self._wanted is True or not has_experts(call.modules)):
             block = self._blocks[unit.order] = CapturedBlock(
                 call.modules,
                 unit.name,
@@ -159,7 +160,7 @@ class Captures:
         if self.phase is Phase.RECORDING:
             self._seconds, self.phase = [], Phase.TRYING
             if not self.recorded:
-                self._give_up(f"no block could be recorded ({self._whys()})")
+                self._give_up(f"no block could be recorded ({self._whys() or 'they have experts'})")
         elif self.phase is Phase.TRYING and len(self._seconds) >= STEADY:
             if self._memory is not None and self._memory.stack.is_empty:
                 self._judge(min(latest))

@@ -20,6 +20,16 @@ def hooks_of(module: nn.Module) -> Iterator[dict[int, Any]]:
     yield from (module._backward_pre_hooks, module._backward_hooks)
 
 
+def has_experts(modules: Iterable[nn.Module]) -> bool:
+    """Whether a block may route its tokens to experts. The numbers of tokens are often read by the host, which a
+    recording does not allow. Found by names, and by weights of more than two dimensions."""
+    return any(
+        any(name in type(each).__name__.lower() for name in ("moe", "expert", "router"))
+        or any(weight is not None and weight.dim() > 2 for weight in each._parameters.values())
+        for each in modules
+    )
+
+
 class MadeOf:
     """The modules, parameters and hooks of a block, the attributes of torch's own modules in it (the rate of a dropout)
     and those of its configurations (the implementation of its attention). `Before` has the other attributes.
