@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -225,9 +226,20 @@ def interrupted(engine: Any) -> Result:
     return result
 
 
+def loaded_checkpoint(engine: Any) -> Result:
+    """A checkpoint is loaded behind the recording, and trained from."""
+    result = train(engine, batches(STEPS))
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder)
+        result.losses += train(engine, batches(2, seed=16)).losses
+        engine.load_checkpoint(folder)
+    result.losses += train(engine, batches(3, seed=17)).losses
+    return result
+
+
 LOOPS = [
     two_forwards, two_backwards, dropped_graphs, changed_attribute, frozen_later, hooked_later, masked,
-    gradients_between, gradients_of_inputs, hooked_weights, interrupted,
+    gradients_between, gradients_of_inputs, hooked_weights, interrupted, loaded_checkpoint,
 ]  # fmt: skip
 
 

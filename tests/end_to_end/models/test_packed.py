@@ -204,6 +204,22 @@ def test_a_buffer_that_a_script_writes_is_used_from_then_on() -> None:
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_blocks_have_the_same_bits(kind: str) -> None:
+    """On the GPU, with recordings and without. Blocks without an input that needs a gradient run as they are written."""
+    found, replayed = [], []
+    for wanted in (False, True):
+        slide = {"gpu_memory": "1GiB", "gpu_states": "1GiB", "captured_blocks": wanted}
+        model = packed_model(kind)
+        with engine_for(model, ds_config(slide)) as engine:
+            result = train(engine, batches(12))
+            result.states = states_of(model)
+            found.append(result)
+            replayed.append(engine.optimizer.slide_stats()["activations"]["replayed"])
+    assert differences(*found) == []
+    assert replayed == [0, 0 if kind == "int8" else 4]  # bitsandbytes' int8 layers have state of their own
+
+
 def test_a_buffer_that_a_forward_writes_is_refused() -> None:
     model = packed_model("buffers")
     layer = model.model.layers[1].mlp.gate_proj
