@@ -206,7 +206,7 @@ def test_a_buffer_that_a_script_writes_is_used_from_then_on() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_blocks_have_the_same_bits(kind: str) -> None:
-    """On the GPU, with recordings and without. Blocks without an input that needs a gradient run as they are written."""
+    """With all on the GPU. Blocks without an input that needs a gradient run as they are written."""
     found, replayed = [], []
     for wanted in (False, True):
         slide = {"gpu_memory": "1GiB", "gpu_states": "1GiB", "captured_blocks": wanted}
