@@ -48,19 +48,7 @@ def with_adapters(model: Any) -> Any:
 
 
 def vision() -> Any:
-    """Qwen2.5-VL-3B."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    text = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
-    }  # fmt: skip
-    tower = {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True)
-    with torch.device("meta"):
-        model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
-    return shapes.one_by_one(model, DEVICE, torch.device("cpu"), 0)
+    return shapes.build_vision_language("qwen2.5-vl-3b", DEVICE, 0)
 
 
 BUILD = {
@@ -81,7 +69,7 @@ class Batches:
 
     def __init__(self, case: str, model: Any, batch: int, constant: int) -> None:
         self.case, self.batch, self.constant = case, batch, constant
-        self.vocabulary = 256 if case.startswith("tiny") else 151_000
+        self.vocabulary = 256 if model.config.get_text_config().vocab_size < 1000 else 151_000
         self.image_token = getattr(model.config, "image_token_id", None)
         self.random = random.Random(0)
         self.generator = torch.Generator().manual_seed(1)

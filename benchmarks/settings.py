@@ -13,7 +13,7 @@ from typing import Any
 from bases import BASES, TARGETS
 
 SYSTEMS = ("slide", "stock", "gpu-only")
-BUILDS = ("accelerator", "host")
+BUILDS = ("accelerator", "host", "partitioned")
 OPTIMIZERS = ("adamw", "muon", "adafactor", "paged-adamw-8bit")
 PATCHES = ("", "ours", "liger", "liger-plain-loss")
 # What a page shows in place of a folder of the machine that it was made on.
@@ -42,6 +42,10 @@ class Setting:
     base: str = option("bf16", "how the frozen weights of linear layers are kept, with --adapter", BASES)
     batch: int = option(8, "sequences of one micro batch")
     seq: int = option(2048, "tokens of one sequence")
+    shortest: int = option(
+        0, "tokens of the shortest sequence: each micro batch draws its length up to --seq; 0: no draw"
+    )
+    images: int = option(0, "with a vision-language model, ranks whose batches have images, from rank 0")
     grad_accum: int = option(1, "micro batches of one optimizer step")
     steps: int = option(8, "timed steps")
     # Stock ZeRO-3 prefetches nothing until it has recorded a trace.
@@ -61,7 +65,9 @@ class Setting:
     patch: str = option("", "kernels put into the model before the system sees it", PATCHES)
     item: bool = option(True, "do not read the loss after every step, as a training loop that prints it does")
     build: str = option(
-        "accelerator", "where the weights are made: there, or module by module and kept on the host", BUILDS
+        "accelerator",
+        "where the weights are made: there, or module by module and kept on the host, or under zero.Init",
+        BUILDS,
     )
     offload: str = option("cpu", "of optimizer and parameters; nvme is ZeRO-Infinity for `stock`", ("cpu", "nvme"))
     nvme_path: str = option("", "folder on the disk of --offload nvme; every run uses and removes a folder in it")

@@ -104,6 +104,30 @@ finetune_models.PRESETS["deepseek-v3-2-blocks"] = {
     "tie_word_embeddings": False,
 }
 
+# Shapes with a vision tower. "tiny-vl" is for a machine without a GPU.
+VISION_LANGUAGE: dict[str, dict[str, Any]] = {
+    "qwen2.5-vl-3b": {
+        "text_config": {
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
+        },
+        "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048},
+    },
+    "tiny-vl": {
+        "text_config": {
+            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        },
+        "vision_config": {
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+        },
+        "image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503,
+    },
+}  # fmt: skip
+
 
 def with_adapters(model: Any, rank: int, targets: str = "all-linear", seed: int = 0) -> Any:
     """LoRA, as a script prepares it for gradient checkpointing. PEFT makes it in fp32 on some bases and in bf16 on
@@ -134,6 +158,23 @@ def build_in_host_memory(name: str, device: torch.device, seed: int, base: str =
 
 def _without_weights(name: str) -> Any:
     return finetune_models.build_model(name, dtype=torch.bfloat16, device="meta")
+
+
+def build_partitioned(name: str, zero_config: dict[str, Any], seed: int) -> Any:
+    """The model in bf16, each module divided among the ranks as soon as it exists, as `zero.Init` does."""
+    return finetune_models.build_model(
+        name, dtype=torch.bfloat16, device=torch.device("cpu"), seed=seed, zero_config=zero_config
+    )
+
+
+def build_vision_language(name: str, device: torch.device, seed: int) -> Any:
+    """A shape of VISION_LANGUAGE in bf16 with its weights in host memory."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    config = Qwen2_5_VLConfig(**VISION_LANGUAGE[name], tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    return one_by_one(model, device, torch.device("cpu"), seed)
 
 
 def one_by_one(model: Any, device: torch.device, home: torch.device, seed: int, base: str = "bf16") -> Any:

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import trainers
 from clock import PhaseClock
 from settings import Setting
 from torch import Tensor
-from trainers import Trainer, apply_patch, make_trainer, without_folder
+from trainers import Batch, Sizes, Trainer, apply_patch, deepspeed_config, make_trainer, without_folder
 
 _started = time.perf_counter()
 
@@ -42,15 +42,24 @@ def note(text: str) -> None:
 
 
 def accelerator_device() -> torch.device:
-    """The GPU, unless there is none or DS_ACCELERATOR=cpu asks for the processor."""
+    """This rank's GPU, unless there is none or DS_ACCELERATOR=cpu asks for the processor."""
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+
+
+def build_model(setting: Setting, device: torch.device) -> Any:
+    if setting.model in shapes.VISION_LANGUAGE:
+        return shapes.build_vision_language(setting.model, device, setting.seed)
+    if setting.build == "partitioned":
+        sizes = Sizes.of(shapes.build_on_accelerator(setting.model, torch.device("meta"), setting.seed))
+        return shapes.build_partitioned(setting.model, deepspeed_config(setting, sizes), setting.seed)
+    build = shapes.build_in_host_memory if setting.build == "host" else shapes.build_on_accelerator
+    return build(setting.model, device, setting.seed, setting.base)
 
 
 def prepare_model(setting: Setting, device: torch.device) -> Any:
     """The model in training mode; the same weights for every system."""
-    build = shapes.build_in_host_memory if setting.build == "host" else shapes.build_on_accelerator
-    model: Any = build(setting.model, device, setting.seed, setting.base)
+    model: Any = build_model(setting, device)
     if setting.adapter:
         model = shapes.with_adapters(model, setting.adapter, setting.targets, setting.seed)
     if setting.checkpointing != "none":
@@ -62,6 +71,10 @@ def prepare_model(setting: Setting, device: torch.device) -> Any:
 def token_batches(setting: Setting, vocabulary: int, device: torch.device) -> list[Tensor]:
     """Uniformly random token ids [batch, seq], the same on every machine and for every system."""
     generator = torch.Generator().manual_seed(setting.seed + 1)
+    if setting.shortest:
+        lengths = torch.randint(setting.shortest, setting.seq + 1, (setting.distinct_batches,), generator=generator)
+        shapes_of_all = [(setting.batch, int(length)) for length in lengths]
+        return [torch.randint(vocabulary, shape, generator=generator).to(device) for shape in shapes_of_all]
     shape = (setting.distinct_batches, setting.batch, setting.seq)
     return list(torch.randint(vocabulary, shape, generator=generator).to(device).unbind())
 
@@ -88,7 +101,7 @@ class StepLog:
 
 
 def run_steps(
-    trainer: Trainer, batches: list[Tensor], setting: Setting, count: int, clock: PhaseClock, log: StepLog
+    trainer: Trainer, batches: Sequence[Batch], setting: Setting, count: int, clock: PhaseClock, log: StepLog
 ) -> None:
     """`count` optimizer steps, appended to `log`.
 

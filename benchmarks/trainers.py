@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Protocol
@@ -14,12 +15,15 @@ import torch
 from settings import Setting
 from torch import Tensor, nn
 
+Batch = Tensor | Mapping[str, Tensor]
+"""Token ids [batch, seq], or the arguments of a model that wants more."""
+
 
 class Trainer(Protocol):
     """One model with its optimizer. Forward, backward and step are called in turn, as in any training loop."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Loss (fp32 scalar) of one micro batch of token ids [batch, seq]."""
+    def forward(self, batch: Batch) -> Tensor:
+        """Loss (fp32 scalar) of one micro batch."""
 
     def backward(self, loss: Tensor) -> None: ...
 
@@ -34,6 +38,12 @@ class Trainer(Protocol):
     def close(self) -> None: ...
 
 
+def arguments_of(batch: Batch) -> dict[str, Tensor]:
+    """Arguments of a model for a batch. Labels are the tokens, where the batch has none."""
+    given = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    return {"labels": given["input_ids"], **given}
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Elements of a model: of all parameters, and of the largest one."""
@@ -43,7 +53,8 @@ class Sizes:
 
     @classmethod
     def of(cls, model: nn.Module) -> Sizes:
-        counts = [parameter.numel() for parameter in model.parameters()]
+        # A parameter that zero.Init has divided keeps its number of elements there.
+        counts = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()]
         return cls(sum(counts), max(counts))
 
 
@@ -140,7 +151,7 @@ def checkpoint_in_host_memory(model: Any) -> None:
 class DeepSpeedTrainer:
     """Systems `stock` and `slide`."""
 
-    def __init__(self, model: nn.Module, setting: Setting, folder: str) -> None:
+    def __init__(self, model: nn.Module, setting: Setting, folder: str, mpu: Any = None) -> None:
         single_process_environment()
         import deepspeed
 
@@ -155,6 +166,7 @@ class DeepSpeedTrainer:
             optimizer=optimizers.of_client(setting, trained),
             model_parameters=model.parameters(),
             config=copy.deepcopy(self.config),
+            mpu=mpu,
         )
         if setting.checkpointing == "deepspeed-cpu":
             checkpoint_in_host_memory(model)
@@ -163,8 +175,8 @@ class DeepSpeedTrainer:
             # A row under the wrong name would be worse than none.
             raise RuntimeError(f"asked for system {setting.system!r}, but got {type(self.engine.optimizer).__name__}")
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+    def forward(self, batch: Batch) -> Tensor:
+        return self.engine(**arguments_of(batch), use_cache=False).loss
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
@@ -202,8 +214,8 @@ class TorchTrainer:
         self._micro_batches = 0
         self._norm: Tensor | None = None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self._model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    def forward(self, batch: Batch) -> Tensor:
+        return self._model(**arguments_of(batch), use_cache=False).loss
 
     def backward(self, loss: Tensor) -> None:
         (loss / self._grad_accum).backward()
