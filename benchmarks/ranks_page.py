@@ -53,13 +53,13 @@ def expected_s(other: Record, record: Record) -> float:
 
 
 def efficiencies(record: Record, others: list[Record]) -> str:
-    """Beside each smaller number of ranks."""
+    """Return the efficiency beside each smaller number of ranks."""
     same = [other for other in others if words(other) == words(record) and other["ranks"] < record["ranks"]]
     return ", ".join(f"{expected_s(other, record) / record['step_s']:.3f} of {other['ranks']}" for other in same)
 
 
 def largest_difference(record: Record, others: list[Record]) -> str:
-    """Of the losses of the first steps, to stock's on the same number of ranks."""
+    """Return the largest difference of the first losses to stock's on the same number of ranks."""
 
     def without_system(each: Record) -> str:
         return words(each).removeprefix(f"--system {each['setting']['system']}")
