@@ -2,7 +2,8 @@
 
     python3 benchmarks/kernel_sum.py --system gpu-only --batch 1 --grad-accum 8 --patch ours --checkpointing none
 
-No step can be shorter, unless kernels change or run side by side. Takes the options of `step.py` for `gpu-only`, and needs a GPU.
+No step can be shorter, unless kernels change or run side by side. Takes the options of `step.py` for `gpu-only`, and
+needs a GPU.
 """
 
 from __future__ import annotations
