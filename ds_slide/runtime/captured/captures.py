@@ -61,7 +61,8 @@ class Captures:
         self._device = device
         self._wanted = wanted
         self._copies = copies
-        is_off = wanted is False or (wanted == "auto" and not device.is_cuda)
+        # With several ranks (`copies`) recordings have been run on the CPU accelerator alone.
+        is_off = wanted is False or (wanted == "auto" and (copies or not device.is_cuda))
         self.phase = Phase.OFF if is_off else Phase.WAITING
         self._stream: Any = None
         """Of recordings; None before the first one."""
