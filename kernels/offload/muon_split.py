@@ -10,9 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_slide.errors import SlideError
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
-from ds_slide.kernels.offload.split_master import BLOCK, check_buffers, grid, load_master, store_master, vector_parts
+from ds_slide.kernels.offload.split_master import (
+    BLOCK,
+    check_buffers,
+    check_flat,
+    grid,
+    load_master,
+    store_master,
+    vector_parts,
+)
 
 
 @triton.jit
@@ -86,21 +93,12 @@ def nesterov_(
     random bits of `ds_slide.optim.rounding.bits_of`, the lower half of the first element's number, and the keys of all.
     Raises SlideError for another dtype, length, device or strides.
     """
-    for name, buffer, dtypes in (
+    buffers = [
         ("stored", stored, (torch.float32, torch.bfloat16)),
         ("gradient", gradient, KERNEL_DTYPES),
         ("update", update, (torch.float32,)),
-    ):
-        if buffer.dtype not in dtypes or buffer.dim() != 1 or not buffer.is_contiguous():
-            raise SlideError(
-                f"nesterov_: {name} must be flat, contiguous and {' or '.join(map(str, dtypes))}, but it is "
-                f"{buffer.dtype} of shape {list(buffer.shape)} and strides {list(buffer.stride())}."
-            )
-        if buffer.shape != update.shape or buffer.device != update.device:
-            raise SlideError(
-                f"nesterov_: {name} has {buffer.numel()} elements on {buffer.device}, but the update has "
-                f"{update.numel()} on {update.device}; pass the buffers of one span."
-            )
+    ]
+    check_flat("nesterov_", buffers, "update", update)
     rounds = stored.dtype == torch.bfloat16
     first, low_key, high_key = numbers
     for m, g, u in vector_parts((stored.view(torch.int16) if rounds else stored, gradient, update)):

@@ -7,7 +7,7 @@ results are flushed to zero, like on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import triton
@@ -55,25 +55,38 @@ def check_buffers(
     gradient: torch.Tensor,
 ) -> None:
     """Raise SlideError unless all are flat [n], contiguous, on one device and of the dtypes of a split update."""
-    for name, buffer, dtypes in (
+    buffers = [
         ("weight", weight, (torch.bfloat16,)),
         ("remainder", remainder, (torch.int16,)),
         *((name, state, (torch.float32,)) for name, state in states.items()),
         ("gradient", gradient, KERNEL_DTYPES),
-    ):
+    ]
+    check_flat(function, buffers, "weight", weight)
+    for name, buffer, _ in buffers:
+        if buffer.requires_grad:
+            raise SlideError(
+                f"{function}: {name} requires grad, but no graph can go through an update; pass its `detach()`."
+            )
+
+
+def check_flat(
+    function: str,
+    buffers: Iterable[tuple[str, torch.Tensor, Sequence[torch.dtype]]],
+    like_name: str,
+    like: torch.Tensor,
+) -> None:
+    """Raise SlideError unless all buffers, given with their names and dtypes, are flat and contiguous, and have the
+    length and device of `like`, whose name is `like_name`."""
+    for name, buffer, dtypes in buffers:
         if buffer.dtype not in dtypes or buffer.dim() != 1 or not buffer.is_contiguous():
             raise SlideError(
                 f"{function}: {name} must be flat, contiguous and {' or '.join(map(str, dtypes))}, but it is "
                 f"{buffer.dtype} of shape {list(buffer.shape)} and strides {list(buffer.stride())}."
             )
-        if buffer.shape != weight.shape or buffer.device != weight.device:
+        if buffer.shape != like.shape or buffer.device != like.device:
             raise SlideError(
-                f"{function}: {name} has {buffer.numel()} elements on {buffer.device}, but the weight has "
-                f"{weight.numel()} on {weight.device}; pass the buffers of one span."
-            )
-        if buffer.requires_grad:
-            raise SlideError(
-                f"{function}: {name} requires grad, but no graph can go through an update; pass its `detach()`."
+                f"{function}: {name} has {buffer.numel()} elements on {buffer.device}, but the {like_name} has "
+                f"{like.numel()} on {like.device}; pass the buffers of one span."
             )
 
 
