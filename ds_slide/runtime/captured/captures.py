@@ -94,14 +94,15 @@ class Captures:
             self._is_stale |= bool(self._blocks)
             self._shape, self._seconds = shape, []
         self._shared.forget()
-        if self._memory is not None and self._memory.stack.is_empty:
-            self._memory.lent.take_back()
-            for block in self._blocks.values():
-                if block.has_ended:
-                    block.end(block.why)
-        if self._is_stale and self._memory is not None and self._memory.stack.is_empty:
-            self._pause = min(2 * self._pause, MOST_PAUSE)
+        if self._memory is None or not self._memory.stack.is_empty:
+            return
+        if self._is_stale:
             self._free()
+            return
+        self._memory.lent.take_back()
+        for block in self._blocks.values():
+            if block.has_ended:
+                block.end(block.why)
 
     def note_kept(self, whole: frozenset[int]) -> None:
         """Note which blocks keep all activations in this forward."""
@@ -209,7 +210,6 @@ class Captures:
             return 0
         before = self._device.allocated() if self._device.is_cuda else 0
         self._free()
-        self._pause = min(2 * self._pause, MOST_PAUSE)
         freed = before - self._device.allocated() if self._device.is_cuda else 0
         if freed:
             log.info(f"recordings of blocks have given {size(freed)} back")
@@ -221,6 +221,7 @@ class Captures:
         self._is_stale = bool(self._blocks)
 
     def _free(self) -> None:
+        """Free the recordings. The pause before new ones doubles."""
         if self._memory is not None:
             self._memory.lent.take_back()
         for block in self._blocks.values():
@@ -233,6 +234,7 @@ class Captures:
         if self.phase is not Phase.OFF:
             self.phase = Phase.WAITING
         self._seconds, self._is_stale = [], False
+        self._pause = min(2 * self._pause, MOST_PAUSE)
         self._pushed = self._unused = 0
 
     def close(self) -> None:
