@@ -94,8 +94,12 @@ class HangRun(Run):
         self._nth(SsdStore, "read", which, lambda call, store, parts, _then, **how: call(store, parts, int, **how))
 
     def drop_finish(self, which: int) -> None:
-        """Nobody hears of the end of the `which`-th update from now on."""
-        self._nth(Update, "finish", which, lambda _call, _update, _index: None)
+        """The end of the `which`-th span that is updated from now on is not recorded."""
+
+        def instead(_call: Any, update: Update, _index: int) -> None:
+            self.note("dropped", update.done.what)
+
+        self._nth(Update, "finish", which, instead)
 
     def skip_reduction(self) -> None:
         """This rank does not take part in the next sum over the ranks, which is the norm's. Without one of a gradient,
