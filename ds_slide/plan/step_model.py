@@ -304,7 +304,10 @@ def step_of(work: Work, schedule: Schedule, why: str = "") -> Step:
     # Updates begin under the backward where they may. The rest of them is due before the forward ends.
     early = {"under backward": work.update, "speculative": work.ahead}.get(schedule, 0.0)
     late = one * (work.update - early)
-    queue = max(0.0, work.lead + _queue(work, early + undo) - backward) + late if early else _queue(work, late)
+    if early or schedule == "under backward":
+        queue = max(0.0, work.lead + _queue(work, early + undo) - backward) + late
+    else:
+        queue = _queue(work, late)
     late_outer = work.outer_last if schedule == "under backward" else 1.0
     outer, begun = late_outer * one * work.outer, one * work.begun
     if early:
