@@ -47,15 +47,15 @@ def cost(call: Callable[[], Any]) -> float:
 def updates() -> list[tuple[str, Callable[[], Any]]]:
     workers, values = _native.Workers(1, []), torch.zeros(64)
     p = values.data_ptr()  # of memory that is not touched: there are no elements
-    step = ("adamw", "bf16_split", p, p, [p, p], p, "bf16", 0, (1.0,) * 10)
-    beside: dict[str, Any] = {"new_weight_ptr": p, "old_ptrs": [p, p, p, p]}
+    step = _native.UpdateCall("adamw", "bf16_split", p, p, [p, p], p, "bf16", 0, (1.0,) * 10)
+    logged = step._replace(new_weight_ptr=p, old_ptrs=[p, p, p, p])
     elements = Elements(
         values.bfloat16(), values.short(), (values.clone(), values.clone()), values.bfloat16(), None, 0, 0
     )
     updater, hyper = CpuUpdater(1), AdamWHyper(lr=1e-3)
     return [
-        ("update of no elements", lambda: _native.update(workers, *step)),
-        ("the same with an undo log", lambda: _native.update(workers, *step, **beside)),
+        ("update of no elements", lambda: _native.update(workers, step)),
+        ("the same with an undo log", lambda: _native.update(workers, logged)),
         ("CpuUpdater.update_ of 64 elements", lambda: updater.update_(elements, hyper)),
         ("accumulate of no elements", lambda: _native.accumulate(workers, p, "fp32", p, "fp32", 0)),
         ("sum_of_squares of no elements", lambda: _native.sum_of_squares(workers, p, "fp32", 0)),

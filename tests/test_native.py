@@ -113,19 +113,8 @@ def test_an_update_without_torch(rule):
         weight, gradient, *kept = map(ctypes.addressof, arrays)
         numbers_of_step = [0.5 / (1 + k) for k in range(numbers)]
         state_ptrs = kept[:states]
-        _native.update(
-            workers,
-            rule,
-            "fp32",
-            weight,
-            0,
-            state_ptrs,
-            gradient,
-            "fp32",
-            numel,
-            numbers_of_step,
-            isa,  # type: ignore[arg-type]
-        )
+        call = _native.UpdateCall(rule, "fp32", weight, 0, state_ptrs, gradient, "fp32", numel, numbers_of_step)
+        _native.update(workers, call._replace(isa=isa))  # type: ignore[arg-type]
         return b"".join(bytes(each) for each in arrays)
 
     assert after("portable") == after(_native.isa()) == after("auto")

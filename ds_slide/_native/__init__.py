@@ -7,6 +7,7 @@ release the GIL. ValueError for an argument outside its range.
 from ds_slide._native.kernels import (
     SLICE_LOG_BYTES,
     UPDATE_SLICE,
+    UpdateCall,
     Workers,
     accumulate,
     copy,
@@ -29,6 +30,7 @@ __all__ = [
     "Pool",
     "Slab",
     "Turns",
+    "UpdateCall",
     "Workers",
     "accumulate",
     "copy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from struct import Struct
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ds_slide._native.library import checked, function, new_handle
 
@@ -39,6 +39,15 @@ _NAMES = _read_names()
 _RULES, _WEIGHT_FORMATS, _DTYPES = _NAMES["rule"], _NAMES["weight_format"], _NAMES["dtype"]
 _STATE_FORMATS, _PARTS = _NAMES["state_format"], _NAMES["part"]
 _ISAS = {"auto": 0, **{name: 1 + number for name, number in _NAMES["isa"].items()}}
+_NUMBERS = {
+    "rule": _RULES,
+    "weight_format": _WEIGHT_FORMATS,
+    "grad_dtype": _DTYPES,
+    "state_format": _STATE_FORMATS,
+    "part": _PARTS,
+    "isa": _ISAS,
+}
+"""The numbers of the names in each field of an `UpdateCall`."""
 _SUM_ISAS = {"auto": 0, "portable": 1, "sse42": 2}
 
 
@@ -65,96 +74,95 @@ def isa() -> Literal["avx512", "avx2", "portable"]:
     return list(_NAMES["isa"])[_isa()]
 
 
-def update(
-    workers: Workers,
-    rule: str,
-    weight_format: Literal["bf16_split", "fp32", "fp16_master"],
-    weight_ptr: int,
-    remainder_ptr: int,
-    state_ptrs: Sequence[int],
-    grad_ptr: int,
-    grad_dtype: Dtype,
-    numel: int,
-    numbers: Sequence[float],
-    isa: Isa = "auto",
-    state_format: Literal["fp32", "bf16", "8bit"] = "fp32",
-    scale_ptrs: Sequence[int] = (),
-    seed: int = 0,
-    step: int = 1,
-    first: int = 0,
-    part: Literal["whole", "weights", "states", "with_log", "back", "rest", "out_of_place"] = "whole",
-    new_weight_ptr: int = 0,
-    old_ptrs: Sequence[int] = (),
-    low_ptrs: Sequence[int] = (),
-    slices_ptr: int = 0,
-    new_remainder_ptr: int = 0,
-    new_state_ptrs: Sequence[int] = (),
-) -> None:
-    """One step of ``rule`` in place, in one pass over memory; ``step`` is 1 at the first update.
+class UpdateCall(NamedTuple):
+    """One step of a rule over the elements of a unit. Addresses are those of contiguous arrays; 0 is no array."""
 
-    ``part``: the "weights" alone, and then, from the same gradient, the "states" alone, which leaves the same bits;
-    ValueError for a rule whose new states depend on the old weight.
+    rule: str
+    """The name of the rule's kernels in csrc/update/types.hpp."""
+    weight_format: Literal["bf16_split", "fp32", "fp16_master"]
+    """"bf16_split": the weight is bf16 and the remainder int16. "fp32": there is no remainder. "fp16_master": the
+    weight is an fp16 copy that is only written, and the remainder is the master in fp32."""
+    weight_ptr: int
+    remainder_ptr: int
+    state_ptrs: Sequence[int]
+    grad_ptr: int
+    grad_dtype: Dtype
+    numel: int
+    numbers: Sequence[float]
+    """The rule's numbers of this step, in their order in types.hpp. The first is the factor on the gradient."""
+    isa: Isa = "auto"
+    state_format: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Format of all states. "8bit" has a float scale for every 64 elements. Formats other than fp32 are rounded by
+    random bits of (`seed`, `step`, `first` + index)."""
+    scale_ptrs: Sequence[int] = ()
+    seed: int = 0
+    step: int = 1
+    """Number of the update, from 1."""
+    first: int = 0
+    """Index of the first element in its unit, a multiple of 64."""
+    part: Literal["whole", "weights", "states", "with_log", "back", "rest", "out_of_place"] = "whole"
+    """"whole": the step in place. "weights", then "states": the same bits in two passes with one gradient.
 
-    ``rule`` is the name of its kernels in csrc/update/types.hpp, ``numbers`` its numbers of this step in their order
-    there, the factor on the gradient first.
+    "with_log": the whole step, with a log of the overwritten bytes in `low_ptrs` and `slices_ptr`, as far as they have
+    room. "rest": the elements that had no room. "back": the old bits again, from the same call; it overwrites
+    `new_weight_ptr`. These three need states in fp32, and not "fp16_master".
 
-    ``bf16_split``: weight bf16, remainder int16. ``fp32``: weight float, remainder unused (0). ``fp16_master``: weight
-    an fp16 copy that is written only, remainder the float master.
+    "out_of_place": the whole step, with its results in `new_weight_ptr`, `new_remainder_ptr` (0 for "fp32") and
+    `new_state_ptrs`. Each begins at a multiple of 64 bytes, and is written past the caches. States are in fp32."""
+    new_weight_ptr: int = 0
+    """Gets the new weight. The array at `weight_ptr` then stays as it is."""
+    old_ptrs: Sequence[int] = ()
+    """Get the old bytes of weight, remainder, states and scales, each 0 or an array."""
+    low_ptrs: Sequence[int] = ()
+    """A byte an element, for the weight and each state."""
+    slices_ptr: int = 0
+    """`SLICE_LOG_BYTES` for every `UPDATE_SLICE` elements."""
+    new_remainder_ptr: int = 0
+    new_state_ptrs: Sequence[int] = ()
 
-    The states are all float, all bf16, or all bytes with a float scale for every 64 of them. Those that are not float
-    are rounded by random bits of (``seed``, ``step``, ``first`` + index); ``first`` is a multiple of 64.
 
-    ``new_weight_ptr``, where it is not 0, gets the new weight, and ``weight_ptr`` stays as it is. ``old_ptrs``:
-    nothing, or where the old bytes of weight, remainder, states and scales go, 0 for those that are not wanted.
+def update(workers: Workers, call: UpdateCall) -> None:
+    """Do the step of `call` in one pass over memory.
 
-    "with_log" is the whole step with a log, of ``low_ptrs`` (a byte an element, for the weight and each state) and
-    ``slices_ptr`` (`SLICE_LOG_BYTES` for every `UPDATE_SLICE` elements), as far as that has room; "back" with the same
-    arguments gives the old bits back, and uses ``new_weight_ptr`` up; "rest" does what there was no room for. For
-    states in float, and not for ``fp16_master``.
-
-    "out_of_place" is the whole step with what it writes in ``new_weight_ptr``, ``new_remainder_ptr`` (0 for ``fp32``)
-    and ``new_state_ptrs``, each at a multiple of 64 bytes, past the caches. For states in float.
+    ValueError for a name or a count that the kernels do not have, an array that is not aligned, and the parts
+    "weights" and "states" of a rule whose new states depend on the old weight.
     """
     try:
-        # In the order in which csrc/bindings/update.cpp reads them.
+        # csrc/bindings/update.cpp reads them in this order.
         words = (
-            _RULES[rule],
-            _WEIGHT_FORMATS[weight_format],
-            _DTYPES[grad_dtype],
-            _STATE_FORMATS[state_format],
-            _PARTS[part],
-            _ISAS[isa],
-            numel,
-            step,
-            seed,
-            first,
-            weight_ptr,
-            remainder_ptr,
-            grad_ptr,
-            new_weight_ptr,
-            new_remainder_ptr,
-            slices_ptr,
-            len(state_ptrs),
-            *state_ptrs,
-            len(scale_ptrs),
-            *scale_ptrs,
-            len(old_ptrs),
-            *old_ptrs,
-            len(low_ptrs),
-            *low_ptrs,
-            len(new_state_ptrs),
-            *new_state_ptrs,
+            _RULES[call.rule],
+            _WEIGHT_FORMATS[call.weight_format],
+            _DTYPES[call.grad_dtype],
+            _STATE_FORMATS[call.state_format],
+            _PARTS[call.part],
+            _ISAS[call.isa],
+            call.numel,
+            call.step,
+            call.seed,
+            call.first,
+            call.weight_ptr,
+            call.remainder_ptr,
+            call.grad_ptr,
+            call.new_weight_ptr,
+            call.new_remainder_ptr,
+            call.slices_ptr,
+            len(call.state_ptrs),
+            *call.state_ptrs,
+            len(call.scale_ptrs),
+            *call.scale_ptrs,
+            len(call.old_ptrs),
+            *call.old_ptrs,
+            len(call.low_ptrs),
+            *call.low_ptrs,
+            len(call.new_state_ptrs),
+            *call.new_state_ptrs,
         )
     except KeyError:
-        _number_of("rule", _RULES, rule)
-        _number_of("weight_format", _WEIGHT_FORMATS, weight_format)
-        _number_of("grad_dtype", _DTYPES, grad_dtype)
-        _number_of("state_format", _STATE_FORMATS, state_format)
-        _number_of("part", _PARTS, part)
-        _number_of("isa", _ISAS, isa)
+        for kind, numbers in _NUMBERS.items():
+            _number_of(kind, numbers, getattr(call, kind))
         raise
-    packed, floats = _WORDS[len(words)].pack(*words), _FLOATS[len(numbers)].pack(*numbers)
-    checked(_update(workers._handle, packed, len(words), floats, len(numbers)))
+    packed, floats = _WORDS[len(words)].pack(*words), _FLOATS[len(call.numbers)].pack(*call.numbers)
+    checked(_update(workers._handle, packed, len(words), floats, len(call.numbers)))
 
 
 _WORDS = [Struct(f"{count}Q") for count in range(64)]

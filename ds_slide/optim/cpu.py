@@ -49,7 +49,7 @@ class Beside(NamedTuple):
     slices: torch.Tensor | None = None
 
     def pointers(self, of: Elements, *, logs_scales: bool) -> dict[str, Any]:
-        """Return arguments of the kernel, checked against the elements. ``logs_scales``: states have scales."""
+        """Return fields of an `UpdateCall`, checked against the elements. ``logs_scales``: states have scales."""
         if self is NOTHING_BESIDE:
             return {}
         numel = of.weight.numel()
@@ -126,8 +126,7 @@ class CpuUpdater:
             _scale_pointer(f"{name}_scale", scale, numel, state)
             for name, scale in zip(names, scales or [None] * len(names), strict=True)
         ]
-        _native.update(
-            self._workers,
+        call = _native.UpdateCall(
             hyper.kernel,
             weight_format,
             _pointer("update_", "weight", weight, numel),
@@ -145,6 +144,7 @@ class CpuUpdater:
             part=part,
             **beside.pointers(elements, logs_scales=state.has_scales),
         )
+        _native.update(self._workers, call)
 
     def copy_(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy the bytes of ``src`` to ``dst``, of the same data type and size."""

@@ -154,7 +154,7 @@ def test_a_forked_child_is_told_and_can_end():
 )
 def test_arguments_that_cannot_be(change, words):
     state_buffers = torch.zeros(64)
-    arguments = {
+    fields = {
         "rule": "adamw",
         "weight_format": "fp32",
         "weight_ptr": state_buffers.data_ptr(),
@@ -166,4 +166,4 @@ def test_arguments_that_cannot_be(change, words):
         "numbers": [1.0] * 10,
     }
     with pytest.raises(ValueError, match=words):
-        _native.update(_native.Workers(1, []), **(arguments | change))
+        _native.update(_native.Workers(1, []), _native.UpdateCall(**(fields | change)))

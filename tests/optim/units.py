@@ -108,8 +108,7 @@ def native(
     or instead of it."""
     weight_format = next(name for name, dtype in WEIGHT_FORMATS.items() if dtype == own.weight.dtype)
     short = own.states[0].dtype if own.states else torch.float32
-    _native.update(
-        workers,
+    call = _native.UpdateCall(
         hyper.kernel,
         weight_format,
         own.weight.data_ptr(),
@@ -128,6 +127,7 @@ def native(
         part,
         **where,
     )
+    _native.update(workers, call)
 
 
 def written_elsewhere(workers: _native.Workers, own: Unit, hyper: Hyper, grad_scale: float, isa: str) -> Unit:
