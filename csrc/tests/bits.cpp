@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -106,8 +107,13 @@ void run(void* workers, Case const& now, std::vector<std::uint64_t> const& parts
       find<std::int64_t (*)(void*, std::uint64_t const*, std::int64_t, float const*, std::int64_t)>(
           "slide_update");
   constexpr float kNumbers[10] = {0.75f, 0.999f, 0.01f, 0.9f, 0.1f, 0.999f, 0.001f, 1.5f, 1e-3f, 1e-8f};
-  std::size_t const states = now.rule < 2 ? 2 : now.rule == 3 ? 0 : 1;
-  std::size_t const numbers = now.rule < 2 ? 10 : now.rule == 2 ? 7 : 5;
+  // In the order of DS_SLIDE_UPDATE_RULES in csrc/update/types.hpp.
+  constexpr std::size_t kStates[] = {2, 2, 1, 0, 1, 1}, kCounts[] = {10, 10, 7, 5, 5, 5};
+  if (now.rule >= std::size(kStates)) {
+    std::fprintf(stderr, "bits: the numbers of states of %s are not known here\n", name.c_str());
+    std::exit(1);
+  }
+  std::size_t const states = kStates[now.rule], numbers = kCounts[now.rule];
   random_state = 1 + static_cast<std::uint32_t>(now.rule);
   Buffer weight(4 * kNumel), remainder(4 * kNumel), grad(4 * kNumel), slices(4096 * kSlices);
   Buffer new_weight(4 * kNumel), new_remainder(4 * kNumel);

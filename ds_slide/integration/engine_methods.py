@@ -221,7 +221,8 @@ def _report(engine: Any, statistics: dict[str, Any]) -> None:
     if engine.monitor.enabled:
         engine.monitor.write_events(events_of(statistics, engine.global_samples))
     interval = engine.steps_per_print()
-    if interval is not None and engine.global_steps % interval == 0:
+    # accelerate sets an infinite interval. Step 10 is the first one behind the decisions about spare memory.
+    if engine.global_steps == 10 or (interval is not None and engine.global_steps % interval == 0):
         ssd = statistics["ssd"]
         wear = f", SSD {ssd['written_tb_per_day']:.1f} TB/day written" if ssd else ""
         log.info(

@@ -185,4 +185,5 @@ ADAMW = UpdateRule(
     reference_step=_reference_step,
     gpu_step=_gpu_step,
     problems=_problems,
+    two_passes=True,
 )

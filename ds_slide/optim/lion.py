@@ -162,4 +162,5 @@ LION = UpdateRule(
     reference_step=_reference_step,
     gpu_step=_gpu_step,
     problems=functools.partial(range_problems, _hyper_of),
+    two_passes=True,
 )

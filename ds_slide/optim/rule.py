@@ -131,6 +131,8 @@ class UpdateRule:
     reference_step: ReferenceStep
     gpu_step: GpuStep
     problems: Callable[[Any], Iterator[str]]
+    two_passes: bool = False
+    """Whether a step can do weights and states apart, for some of the rule's hyper-parameters (`Hyper.two_passes`)."""
     whole_units: bool = False
     """Whether a step takes all parameters of a unit at once, on the CPU (`ds_slide.optim.client`)."""
 

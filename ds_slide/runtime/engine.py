@@ -39,7 +39,7 @@ from ds_slide.runtime.weights.outputs import OutputEvents
 from ds_slide.runtime.weights.resident_weights import ResidentWeights
 from ds_slide.runtime.weights.rows import StreamedRows
 from ds_slide.runtime.weights.window import Slot
-from ds_slide.store.in_memory import KeptOnGpu
+from ds_slide.store.in_memory import KeptOnGpu, NotHeld
 from ds_slide.store.tiers import Held
 
 
@@ -309,11 +309,15 @@ class SlideRuntime:
             if not unit.gradient.ready:
                 continue
             unit.gradient.ready = False
-            match unit.state.gradient:  # an update of a gradient that is not held is under way
+            match unit.state.gradient:
                 case KeptOnGpu(gradient=kept):
                     self._update_on_gpu(unit, hypers, grad_scale, kept.tensor)
                 case Held() as held:
                     self.parts.updating.queue(unit, hypers, grad_scale, held)
+                case NotHeld():
+                    pass  # its update has been queued when the gradient arrived
+                case other:
+                    raise AssertionError(other)
         if self.parts.updating.deferred:
             self.resident_weights.fetch_updated()
             if self.parts.window is not None:

@@ -35,9 +35,6 @@ from ds_slide.plan.trace import (
 )
 from ds_slide.runtime.activations.checkpointing import FLAG
 
-IN_TWO_PASSES = ("AdamW", "Lion")
-"""Rules whose weights and states the CPU may update apart."""
-
 
 @dataclass(frozen=True)
 class Request:
@@ -182,7 +179,7 @@ class _Case:
         """Return the work of a step. `two`: updates may be done in two passes, where the rule allows it."""
         planned, rule = self.planned, self.planned.settings.rule
         assert rule is not None
-        two = two and planned.settings.slide.update_passes != 1 and rule.name in IN_TWO_PASSES
+        two = two and planned.settings.slide.update_passes != 1 and rule.two_passes
         return work_of(plan, trace, self.rates, planned.micro_batches, two=two)
 
     def recomputation_s(self, again: Sequence[Again]) -> float:

@@ -33,7 +33,7 @@ from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.apply import UpdateStep
 from ds_slide.runtime.updates.speculation import Speculation
 from ds_slide.runtime.updates.updating import UnitUpdate, Updating
-from ds_slide.store.in_memory import KeptOnGpu
+from ds_slide.store.in_memory import KeptOnGpu, NotHeld
 from ds_slide.store.tiers import Held
 
 
@@ -132,8 +132,10 @@ class Gradients:
                 self._keep_on_gpu(unit, kept.tensor, final=final)
             case Held() as held:
                 self._send_to_host(unit, final, source or self._prepare(unit), held)
-            case _:
+            case NotHeld():
                 self._send_to_host(unit, final, source or self._prepare(unit), None)
+            case other:
+                raise AssertionError(other)
         unit.drop_gradients()
         unit.gradient.ready = True
 

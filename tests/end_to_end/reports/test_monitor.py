@@ -106,6 +106,14 @@ def test_a_line_every_steps_per_print(log):
         assert re.match(line.format(step, f"({'|'.join(LANES)})"), text), text
 
 
+def test_a_line_after_step_10_whatever_the_interval(log):
+    """accelerate sets an infinite interval."""
+    with engine_of({}, steps_per_print=float("inf")) as engine:
+        train(engine, batches(11))
+    _start, only = log
+    assert only.startswith("step=10, ")
+
+
 def test_one_line_at_the_start(log):
     with engine_of({"window": 2}) as engine:
         parameters = sum(parameter.ds_numel for parameter in engine.module.parameters())
