@@ -19,7 +19,7 @@ import deepspeed  # noqa: F401  (imported here for all forks)
 import torch
 from safetensors.torch import load_file
 from trainer_json import trainer_json
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import ds_slide  # noqa: F401  (for a source tree on the path; an installed package is found by itself)
 
@@ -31,6 +31,14 @@ COMPILED = ("stock", "compiled")
 REFUSED = ("json", "adafactor")
 """A value in the JSON, which TrainingArguments refuse, and an optimizer, which Trainer brings to `initialize`."""
 VOCABULARY, LENGTH = 256, 32
+
+
+class Statistics(TrainerCallback):
+    """The callback of docs/clients.md: what bounds the steps."""
+
+    def on_log(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
+        if statistics := optimizer.optimizer.slide_stats():
+            state.log_history[-1] |= {name: statistics[name] for name in ("bound_lane", "efficiency")}
 
 
 def ds_config(run: str) -> dict[str, Any]:
@@ -99,6 +107,8 @@ def evaluate(run: str, folder: Path) -> dict[str, Any]:
 def train(run: str, folder: Path) -> dict[str, Any]:
     out = folder / ("stock" if run == "stock" else "slide")
     trainer = trainer_of(run, out)
+    if run != "stock":
+        trainer.add_callback(Statistics())
     trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED_AT}") if run == "resumed" else None)
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(out / "final"))

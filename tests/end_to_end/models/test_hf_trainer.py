@@ -41,6 +41,13 @@ def test_losses_norms_and_rates_follow_stock(trained: dict[str, Any]) -> None:
     assert trained["slide"]["eval_loss"] == pytest.approx(trained["stock"]["eval_loss"], abs=TOLERANCE)
 
 
+def test_a_callback_logs_the_statistics(trained: dict[str, Any]) -> None:
+    first, *logs = trained["slide"]["log"]
+    assert "bound_lane" not in first, "no step has been measured yet"
+    assert {entry["bound_lane"] for entry in logs} <= {"compute", "h2d", "d2h", "update"}
+    assert all(0.0 < entry["efficiency"] <= 1.0 for entry in logs)
+
+
 def test_a_resumed_run_goes_on_to_the_bit(trained: dict[str, Any]) -> None:
     whole, resumed = trained["slide"], trained["resumed"]
     for entry, again in zip(whole["log"][SAVED_AT:], resumed["log"][-(STEPS - SAVED_AT) :], strict=True):
