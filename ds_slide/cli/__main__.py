@@ -60,7 +60,10 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Say what a DeepSpeed JSON and a model will take in every tier, and how long a step will be."
     parser.epilog = "Exit code: 0 where it fits, 1 where it does not or cannot be planned, 2 for wrong options."
-    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the JSON of the run")
+    config = parser.add_mutually_exclusive_group(required=True)
+    # Without SUPPRESS a positional argument that is not given would overwrite the option's value.
+    config.add_argument("deepspeed_config", nargs="?", metavar="FILE", default=argparse.SUPPRESS, help="a JSON")
+    config.add_argument("--deepspeed_config", metavar="FILE", default=argparse.SUPPRESS, help="the same")
     parser.add_argument("--model", required=True, help="a preset, or a directory with Hugging Face's config.json")
     parser.add_argument(
         "--lora",

@@ -223,8 +223,8 @@ class CompressionConfig(_Block):
     )
     """Error of the subspace that makes a check fit P and Q anew.
 
-    The error is the part of a gradient, by its norm, that the way through the subspace loses or adds. null: P and Q
-    are never fitted. Fits made the loss worse in each training that was compared
+    The error (`bias` in the statistics) is the part of a gradient, by its norm, that the way through the subspace loses
+    or adds. null: P and Q are never fitted. Fits made the loss worse in each training that was compared
     ([page](../benchmarks/results/2026-11-24_nvidia-h100_compression-curves.md)).
     """
 

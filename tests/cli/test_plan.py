@@ -128,7 +128,7 @@ def test_a_plan_that_cannot_fit(
 
 
 def test_fit_answers_first(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
-    ran = ds_slide("plan", "--deepspeed_config", config(), *TWO_BLOCKS, *ROOM, *H200, "--fit", "--ranks", 2)
+    ran = ds_slide("plan", config(), *TWO_BLOCKS, *ROOM, *H200, "--fit", "--ranks", 2)
     assert ran.code == 0 and ran.out.startswith("It fits. Use a micro-batch of ")
     assert "collectives between ranks are not timed" in ran.out and "largest preset" not in ran.out
     best = int(ran.out.split("micro-batch of ")[1].split(":")[0])

@@ -1,4 +1,4 @@
-"""Detects that a forward or backward has ended with an exception, and cleans up after it.
+"""Admits each forward and backward by the phase of the step, and cleans up after one that an exception has ended.
 
 The engine is not told of an exception that the script catches: it checks when it is called again. After the clean-up no
 slot of the window is bound, no parameter has a gradient, and no lane waits for the rest of a gradient. The accumulated
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Interruptions:
-    """Ends backwards that an exception has interrupted; called by the compute thread."""
+    """Admits forwards and backwards, and ends those that an exception has interrupted. The compute thread calls it."""
 
     def __init__(self, parts: Parts, accumulation: Accumulation, root: RootState, engine: SlideRuntime) -> None:
         self._parts = parts
