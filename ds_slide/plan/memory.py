@@ -394,7 +394,7 @@ def _window(units: Sequence[UnitSize], needs: Needs, placement: Placement, budge
     """Return the number of slots: more than are needed where the GPU has room, one for each streamed block at most."""
     blocks = len(streamed(units, placement))
     slot = slot_bytes(units, needs, placement)
-    if not needs.window_grows or not slot:
+    if not needs.window_grows or not budgets.gpu_is_own or not slot:
         return needs.window
     share = int(budgets.gpu_total * AUTOMATIC.window) - budgets.taken.window
     room = min(share, budgets.gpu_limit - _gpu_bytes(units, needs, placement))

@@ -76,4 +76,4 @@ def window_slots(plan: Plan, forwards: int) -> Slots:
     placement = plan.placement
     blocks = len(streamed(plan.units, placement))
     least, nbytes = least_slots(placement.window, plan.needs), slot_bytes(plan.units, plan.needs, placement)
-    return Slots(min(placement.window, blocks), least, nbytes, blocks, 2 * forwards)
+    return Slots(min(placement.window, blocks), least, nbytes, blocks, 2 * forwards, plan.needs.window_grows)

@@ -5,6 +5,7 @@ Pure functions over what the first steps have shown. Seconds are per step; bytes
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,10 @@ class Choice:
     slots: int
     filling: Filling
 
+    def moves(self, offer: Offer) -> bool:
+        """Whether states move, or the window gets more slots."""
+        return bool(self.states) or self.slots > offer.slots.count
+
     @property
     def kept(self) -> int:
         """Number of blocks whose activations stay as a whole."""
@@ -75,7 +80,8 @@ class Offer:
     """What is to be shared out.
 
     `room`: bytes. `states`: in the order of their moves. `step`: the step with nothing kept. `slots`: the window.
-    Slots beyond the least give way to states, and go anyway where there are more slots than blocks that pass.
+    Slots beyond the least give way to states, and go anyway where there are more slots than blocks that pass. More
+    slots come where they save fetches that the GPU waits for.
     `memory_rate`: bytes a second of the GPU's memory. `reserve`: bytes of the room that stay free of states that make
     the step no shorter.
     """
@@ -88,19 +94,24 @@ class Offer:
     memory_rate: float = MEMORY_RATE
     reserve: float = 0.0
 
+    def without_moves(self) -> Offer:
+        """Return the offer where no state can move, and the window stays."""
+        return replace(self, states=(), slots=replace(self.slots, grows=False))
+
 
 def share_out(offer: Offer) -> Choice:
     """Return the choice for an offer. States move where that makes the step shorter by more than its noise. More states
     then fill the room beyond the reserve, as long as the step becomes no longer than `Tolerances.slowdown` allows. The
     activations in the choice are a prediction: each forward decides by the memory that is left in the end."""
-    without, best = choose(replace(offer, states=())), choose(offer)
+    without, best = choose(offer.without_moves()), choose(offer)
     if best.seconds > (1 - TOLERANCES.least_gain) * without.seconds:
         best = without
-    room = offer.room - offer.reserve - best.filling.nbytes
+    slots = replace(offer.slots, count=max(best.slots, offer.slots.count))
+    taken = best.filling.nbytes + (slots.count - offer.slots.count) * slots.nbytes
     filled = [
         found
         for moved in _moves(offer)[len(best.states) + 1 :]
-        if (found := _expected(offer, moved, best.filling, room))
+        if (found := _expected(offer, moved, best.filling, slots, offer.room - offer.reserve - taken))
         and found.seconds <= (1 + TOLERANCES.slowdown) * best.seconds
     ]
     return filled[-1] if filled else best
@@ -110,18 +121,20 @@ def choose(offer: Offer) -> Choice:
     """Return the shortest step that the room allows; among equal steps, the one with the fewest bytes.
 
     `states` go in the given order, and activations by their value. So a choice is two numbers, and all pairs of them
-    are tried."""
+    are tried. What they leave becomes slots, as far as these make the step shorter."""
     nothing = Filling(0, 0.0, 0, 0)
     best = Choice(frozenset(), offer.step.after(Change()), offer.slots.count, nothing)
     least = best.seconds, 0
     filled = fillings(offer.activations)
     for moved in _moves(offer):
         for filling in filled:
-            found = _expected(offer, moved, filling, offer.room - filling.nbytes)
+            found = _expected(offer, moved, filling, offer.slots, offer.room - filling.nbytes)
             if found is None:
                 break
-            if (found.seconds, moved.nbytes + filling.nbytes) < least:
-                best, least = found, (found.seconds, moved.nbytes + filling.nbytes)
+            found, nbytes = _grown(offer, moved, found), moved.nbytes + filling.nbytes
+            nbytes += max(0, found.slots - offer.slots.count) * offer.slots.nbytes
+            if (found.seconds, nbytes) < least:
+                best, least = found, (found.seconds, nbytes)
     return best
 
 
@@ -153,13 +166,30 @@ def _moves(offer: Offer) -> list[_Moved]:
     return found
 
 
-def _expected(offer: Offer, moved: _Moved, filling: Filling, room: float) -> Choice | None:
-    """Return the choice with the states `moved` to the GPU; None where they do not fit. `room`: bytes beside the
-    activations."""
-    slots, left = offer.slots, room - moved.nbytes
+def _expected(offer: Offer, moved: _Moved, filling: Filling, slots: Slots, room: float) -> Choice | None:
+    """Return the choice with the states `moved` to the GPU; None where they do not fit. `room`: bytes beside `slots`
+    and the activations."""
+    left = room - moved.nbytes
     count = slots.fitting(left, moved.streamed) if moved.orders else slots.count if left >= 0 else None
-    if count is None:
-        return None
+    return None if count is None else _choice(offer, moved, filling, count)
+
+
+def _grown(offer: Offer, moved: _Moved, choice: Choice) -> Choice:
+    """Return the choice with more slots, as many as fit and make the step shorter."""
+    slots, count = offer.slots, choice.slots
+    left = offer.room - choice.filling.nbytes - moved.nbytes + (slots.count - count) * slots.nbytes
+    most = slots.most(left, moved.streamed, count)
+    least = _choice(offer, moved, choice.filling, most).seconds
+    if least >= choice.seconds:
+        return choice
+    counts = range(count, most + 1)
+    enough = bisect_left(counts, -least, key=lambda each: -_choice(offer, moved, choice.filling, each).seconds)
+    return _choice(offer, moved, choice.filling, counts[enough])
+
+
+def _choice(offer: Offer, moved: _Moved, filling: Filling, count: int) -> Choice:
+    """Return the choice with `count` slots."""
+    slots = offer.slots
     fetches = slots.fetches(0, slots.count)
     fetched = slots.fetches(moved.streamed, count) / fetches if fetches else 1.0
     updates = 2 * moved.nbytes / offer.memory_rate

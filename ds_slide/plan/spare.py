@@ -141,13 +141,15 @@ class Movable:
 @dataclass(frozen=True)
 class Slots:
     """The window: `count` slots of `nbytes` each. Slots beyond `least` hide no fetch, and only save some. `blocks`:
-    number of blocks that pass through it, `passes` times a step (forward and backward of each micro-batch)."""
+    number of blocks that pass through it, `passes` times a step (forward and backward of each micro-batch). `grows`:
+    there may be more slots, at most one a block."""
 
     count: int
     least: int
     nbytes: int
     blocks: int
     passes: int = 2
+    grows: bool = False
 
     def fitting(self, room: float, gone: int) -> int | None:
         """Return how many slots stay when `gone` blocks pass no more; None where these are too few. `room`: bytes left
@@ -157,6 +159,12 @@ class Slots:
             wanted = min(wanted, int((room + self.count * self.nbytes) // self.nbytes))
         enough = wanted >= min(self.least, self.count, blocks) and room + (self.count - wanted) * self.nbytes >= 0
         return wanted if enough else None
+
+    def most(self, room: float, gone: int, count: int) -> int:
+        """Return the most slots when `gone` blocks pass no more. `room`: bytes left beside `count` slots."""
+        if not self.grows or not self.nbytes or room < self.nbytes:
+            return count
+        return max(count, min(self.blocks - gone, count + int(room // self.nbytes)))
 
     def after(self, coming: int) -> int:
         """Return the number of slots when `coming` more blocks pass: the present number, or the least where that is

@@ -104,18 +104,23 @@ class Step:
         Work that is hidden costs nothing until what hides it has become shorter. The GPU waits for the end of a queue,
         and each second that leaves the queue shortens the wait by a second until the wait is over: 7.6 B waited 0.32 s
         of 1.50, and 0.05 s of 1.24 when 12 of its 28 blocks had moved. Where the disk is busy for longer than the
-        queue, the updates themselves wait for the disk.
+        queue, the updates themselves wait for the disk. Where the copies to the GPU take longest, the GPU waits for
+        them.
         """
+        fetching = self.lanes.get("h2d", 0.0)
+        others = max((s for lane, s in self.lanes.items() if lane not in ("compute", "ssd", "h2d")), default=0.0)
         computes = self.lanes["compute"] - change.kept_s + change.gpu_update_s
         disk, off_disk = self.lanes.get("ssd", 0.0), change.disk_share * (1.0 - self.inputs_share)
         if disk > self.queue_s:
             gone = max(self.stall_s, disk) * off_disk
         else:
             gone = max(self.stall_s, self.queue_s) * change.moved_share
+        if fetching > disk and fetching == self.busiest_s:
+            gone = max(gone, fetching * (1.0 - change.fetches))
         return max(
             computes + max(0.0, self.stall_s - gone),
-            self.busiest_s * (1.0 - change.moved_share),
-            self.lanes.get("h2d", 0.0) * change.fetches,
+            others * (1.0 - change.moved_share),
+            fetching * change.fetches,
             disk * (1.0 - off_disk),
         )
 

@@ -51,7 +51,7 @@ def test_the_plan_needs_what_the_block_says() -> None:
     held = needs_of(replace(PLAIN, clips=True), gradient_buffers=7)
     assert (held.ring, held.ring_to_ssd, held.held_bytes, held.ssd) == (0, 7, 2, None)
     host = PLAIN.needs(world_size=2, shares_weights=True, gpu_is_own=False)
-    assert (host.window_grows, host.page_locks, host.world_size, host.shares_weights) == (False, False, 2, True)
+    assert (host.window_grows, host.page_locks, host.world_size, host.shares_weights) == (True, False, 2, True)
     assert not host.ring_grows  # its backward is never ahead of updates by the same cores
 
 

@@ -27,6 +27,12 @@ movables = st.lists(st.integers(1, 50), max_size=6).map(
 )
 windows = st.integers(6, 12).flatmap(
     lambda blocks: st.builds(
-        Slots, st.integers(0, blocks), st.integers(0, 4), st.integers(0, 20), st.just(blocks), st.integers(1, 8)
+        Slots,
+        st.integers(0, blocks),
+        st.integers(0, 4),
+        st.integers(0, 20),
+        st.just(blocks),
+        st.integers(1, 8),
+        st.booleans(),
     )
 )

@@ -95,8 +95,9 @@ def decide(question: Question) -> Decision:
         slots = window_slots(plan, question.forwards)
         movable = movable_states(plan) if question.moves_states else ()
         whole = step.recomputing(kept.seconds(question.keepable))
-        choice = share_out(Offer(room, movable, question.keepable, whole, slots, spare.memory_rate, reserve))
-        if choice.states:
+        offer = Offer(room, movable, question.keepable, whole, slots, spare.memory_rate, reserve)
+        choice = share_out(offer if question.moves_states else offer.without_moves())
+        if choice.moves(offer):
             promoted = plan.placement.promoted | choice.states
             plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
         kept = kept_within(spare.bytes_beside(plan), question.keepable, first=coming.schedule == "two passes")

@@ -100,7 +100,7 @@ class RuntimeSettings:
             held_bytes=0 if held is None else held.itemsize,
             # One slot computes, one is filled meanwhile, one evens out their times.
             window=3 if slide.window == "auto" else slide.window,
-            window_grows=slide.window == "auto" and gpu_is_own,
+            window_grows=slide.window == "auto",
             trains=self.trains,
             ring=ring if held is None or self.accumulates else 0,
             ring_grows=slide.gradient_buffers == "auto" and held is None and gpu_is_own,

@@ -258,24 +258,25 @@ class SpareMemory:
 
     def _share_out(self, record: Record) -> None:
         offer, states = record.offer, self.room.states
-        room, choice = offer.room, share_out(offer)
+        room, choice = offer.room, share_out(offer.without_moves())
         if states is not None:
             promoted = states.promoted()
             orders = frozenset(each.order for each in promoted)
             with_states = share_out(replace(offer, states=states.movable()))
             if room < 0 and promoted:
                 states.move(orders - given_back(-room, promoted, offer.slots))
-            elif with_states.states and states.move(orders | with_states.states, with_states.slots):
+            elif with_states.moves(offer) and states.move(orders | with_states.states, with_states.slots):
                 choice = with_states
-        given_up = offer.slots.count - choice.slots
-        beside = f", and {given_up} slots of the window" if given_up else ""
+        grown = choice.slots - offer.slots.count
+        beside = f", and {-grown} slots of the window" if grown < 0 else ""
+        more = f" {grown} more slots of the window," if grown > 0 else ""
         found, parts = self.activations.statistics, f", of {choice.mixed} more in part" if choice.mixed else ""
         changed = (choice.kept, choice.mixed) != (found[Handling.KEEP.value], found[Handling.MIX.value])
-        news = bool(choice.states) or changed
+        news = choice.moves(offer) or changed
         if self._context.ranks.rank == 0 and news:
             spare = f"{size(room)} of the GPU are spare" if room >= 0 else f"{size(-room)} of the GPU are missing"
             log.info(
-                f"{spare}{beside}: room for the states of {len(choice.states)} more units "
+                f"{spare}{beside}: room for{more} the states of {len(choice.states)} more units "
                 f"and the activations of {choice.kept} of {len(offer.activations)} checkpointed blocks{parts}; "
                 f"expected: {choice.seconds:.3f} s a step, after {offer.step.after(Change(record.kept_s)):.3f} s"
             )

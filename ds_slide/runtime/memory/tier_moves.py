@@ -110,7 +110,7 @@ def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
                 _demote(runtime, unit, copies)
             if demoted or slots < runtime.parts.plan.placement.window:
                 _refit(runtime, slots)
-            if wanted:
+            if wanted or slots > runtime.parts.plan.placement.window:
                 # Otherwise the states would lie in the middle of memory that batches use again: a state of 150 MB cut
                 # from the 1 GB of a batch's logits leaves the next batch no place for its logits.
                 runtime.device.release_cached()

@@ -269,7 +269,10 @@ class Window:
 
     def _request(self, unit: Unit, keep: Container[int]) -> Slot | None:
         """Request a block. `keep`: the blocks that must not make room, by `Unit.order`."""
-        slot = self._victim(keep)
+        # With a slot for each block, new weights come to the place of the old ones.
+        slot = self._slots_of.get(unit.order)
+        if slot is None or slot.unit is not unit or slot.bound:
+            slot = self._victim(keep)
         if slot is None:
             return None
         slot.unit, slot.version = unit, unit.version

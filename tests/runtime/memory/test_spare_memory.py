@@ -75,6 +75,7 @@ class Units:
     closed: bool = False
     window: int = 0
     parkable: bool = False
+    grows: bool = False
 
     def movable(self) -> list[Movable]:
         return [Movable(order, UNIT, 1 / UNITS) for order in range(UNITS) if order not in self.orders]
@@ -83,7 +84,8 @@ class Units:
         return [Movable(order, UNIT, 1 / UNITS) for order in self.orders]
 
     def slots(self, forwards: int) -> Slots:
-        return Slots(self.window, min(self.window, LEAST), SLOT, UNITS - len(self.orders), 2 * forwards)
+        streamed = UNITS - len(self.orders)
+        return Slots(self.window, min(self.window, LEAST), SLOT, streamed, 2 * forwards, self.grows)
 
     def may_park(self) -> bool:
         return self.parkable
@@ -205,6 +207,17 @@ def test_slots_beyond_the_least_give_way_to_states() -> None:
     run.forward((4, TOKENS))
     left = room - 3 * TOKENS * BYTES_PER_TOKEN
     assert (len(run.units.orders), run.units.window) == ((left - slots * SLOT) // UNIT, slots)
+
+
+def test_slots_come_where_fetches_take_longest_and_go_again() -> None:
+    run = Run(stall=0.5)
+    run.units.window, run.units.grows = 5, True
+    run.gpu.on_gpu += 5 * SLOT + TOTAL - MARGIN - RESIDENT - TOKENS * BYTES_PER_TOKEN - 11 * SLOT
+    run.recorder.latest.lanes["h2d"] = {"busy_s": 1.0, "bytes": 0}
+    run.steps(LOOKS[0])
+    assert (run.units.orders, run.units.window) == ([], 11)
+    run.forward((1, 2 * TOKENS))
+    assert run.units.window < 11
 
 
 def test_slots_go_where_states_do_not_suffice() -> None:

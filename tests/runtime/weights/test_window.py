@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds_slide.errors import SlideError
+from ds_slide.plan.spare import Slots
 from ds_slide.report.statistics import LaneMeter
 from ds_slide.runtime.core.device import PASSED, Device
 from ds_slide.runtime.core.futures import Failures
@@ -132,6 +134,41 @@ def test_a_slot_for_each_block_spares_backward_and_other_micro_batches_the_fetch
             unit.uses.begun = unit.uses.ended = 0
         own.window.prefetch(None, "forward")
     assert own.window.misses == 0
+
+
+def test_new_weights_come_to_the_slot_of_the_old_ones(rig: Any) -> None:
+    own = rig(6, 6)
+    own.window.prefetch(None, "forward")
+    places = []
+    for _ in range(3):
+        own.through(own.units, "forward")
+        own.through(own.units[::-1], "backward")
+        places.append([slot.unit.order for slot in own.window.slots])
+        for unit in reversed(own.units):
+            own.update(unit)
+            unit.uses.begun = unit.uses.ended = 0
+            own.window.prefetch(unit, "forward")
+        own.h2d.drain()
+    assert places == [places[0]] * 3
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("slots", [2, 3, 5, 6])
+def test_a_step_fetches_what_the_plan_counts(rig: Any, slots: int, micro_batches: int) -> None:
+    own, fetched = rig(6, slots), []
+    own.window.prefetch(None, "forward")
+    for _ in range(3):
+        for _ in range(micro_batches):
+            own.through(own.units, "forward")
+            own.through(own.units[::-1], "backward")
+        own.h2d.drain()
+        fetched.append(len(own.fills))
+        for unit in own.units:
+            own.update(unit)
+            unit.uses.begun = unit.uses.ended = 0
+        own.window.prefetch(None, "forward")
+    counted = Slots(slots, 2, 1, 6, 2 * micro_batches).fetches(0, slots)
+    assert [later - sooner for sooner, later in itertools.pairwise(fetched)] == [counted] * 2
 
 
 def test_what_comes_next_is_announced_once_and_in_order(rig: Any) -> None:
