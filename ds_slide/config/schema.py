@@ -246,7 +246,8 @@ class SlideConfig(_Block):
 
     One slot computes, and at least one is filled meanwhile. "auto" is 3, and more slots if they fit into 10 % of
     the GPU and into `gpu_memory`. A block that is still in its slot is not fetched again, neither in backward nor
-    in the other micro-batches of a step. Give 3 if activations need all of the GPU.
+    in the other micro-batches of a step. After the first steps "auto" has more slots, or fewer, where that makes a
+    step shorter. Give 3 if activations need all of the GPU.
     """
 
     gpu_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")

@@ -142,6 +142,14 @@ def test_what_a_disk_holds_up_gets_shorter_by_what_leaves_the_disk() -> None:
     assert step.after(Change(moved_share=0.5, disk_share=1.0)) == 0.4
 
 
+def test_fewer_fetches_help_where_copies_take_longest() -> None:
+    step = Step("deferred", 1.7, {"compute": 0.6, "update": 0.4, "h2d": 1.6})
+    assert step.after(Change(fetches=0.5)) == pytest.approx(0.6 + 1.1 - 0.8)
+    assert step.after(Change(fetches=0.1)) == pytest.approx(0.6)
+    updating = Step("deferred", 1.7, {"compute": 0.6, "update": 1.6, "h2d": 1.5})
+    assert updating.after(Change(fetches=0.5)) == 1.7
+
+
 def test_inputs_on_ssd_do_not_leave_with_states() -> None:
     """Two thirds of the disk's time are theirs, so all states take a third of it off the step, and no more."""
     busy = {"compute": 1.0, "update": 0.2, "ssd": 9.0}

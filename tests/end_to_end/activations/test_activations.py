@@ -440,6 +440,29 @@ def test_slots_of_an_automatic_window_give_way_to_states(monkeypatch: pytest.Mon
     assert found == [(3, 3), (2, 5)]  # the outer module, and so many blocks
 
 
+def test_slots_come_where_copies_take_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which lane is the busiest is given."""
+    copying = Step("deferred", 2.0, {"compute": 1.0, "update": 0.1, "h2d": 1.9})
+    monkeypatch.setattr(spare_memory, "_measured", lambda *_: copying)
+    model = checkpointed(MODELS["llama"](), False)
+    torch.manual_seed(3)
+    limit = 2_000_000
+    config = config_of({"window": "auto", "gpu_memory": limit, "gpu_states": "auto"}, "accumulation")
+    with engine_for(model, config) as engine:
+        parts, found = engine.optimizer.runtime.parts, []
+
+        def loss(engine: Any, batch: Batch) -> torch.Tensor:
+            found.append(len(parts.window.slots))
+            return engine(**batch).loss
+
+        result = train(engine, batches(2 * STEPS), loss)
+        assert parts.plan.gpu_bytes + parts.spare.activations.kept_bytes <= limit
+        assert engine.optimizer.slide_stats()["memory"]["slots"] == found[-1]
+        result.states = states_of(model)
+    assert found[0] == 3 < found[-1]
+    assert differences(result, expected("llama", False, "accumulation")) == []
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_only_attention_that_keeps_its_probabilities_grows_with_the_length_squared(attention: str) -> None:
     """A batch four times as long needs four times as much where attention keeps none."""
