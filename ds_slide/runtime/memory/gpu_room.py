@@ -37,6 +37,10 @@ class States(Protocol):
     def park(self) -> int:
         """Let the states of one more unit wait in host memory. -> bytes that have come free."""
 
+    def give_up_slot(self) -> int:
+        """Give up a slot of the window that hides no fetch, in a forward or backward under way. -> bytes that have come
+        free."""
+
     def may_move(self) -> bool:
         """Whether states may move now: nothing is accumulated, and no graph waits for its backward."""
 

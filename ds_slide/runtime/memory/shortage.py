@@ -52,7 +52,7 @@ class Shortage:
         """Whether the newest forward has gradients."""
         self._left = 0.0
         """Bytes of the predicted room that the newest forward has not filled."""
-        self._parked_in_training = 0
+        self._freed_in_training = 0
         """Bytes of states that have made room for a forward with gradients, or its backward. Later batches leave these
         bytes free; an evaluation takes them for its own time only."""
         self._has_told_parked = False
@@ -94,11 +94,14 @@ class Shortage:
     # ---- an operator that finds no memory ----------------------------------------------------------------------------
 
     def make_room(self) -> bool:
-        """Give up kept activations, and then the places of states, for an operator that has found no memory. -> whether
-        it may find some now."""
+        """Give up kept activations, then slots of the window, and then the places of states, for an operator that has
+        found no memory. -> whether it may find some now."""
         if self._activations.give_up():
             return True
         states = self._room.states
+        if states is not None and (freed := states.give_up_slot()):
+            self._freed_in_training += freed if self._trains or in_backward() else 0
+            return True
         parked = states.park() if states is not None and states.may_park() else 0
         if parked and not self._has_told_parked:
             self._has_told_parked = True
@@ -107,7 +110,7 @@ class Shortage:
                 f"their update, {size(parked)} of them at first"
             )
         if self._trains or in_backward():
-            self._parked_in_training += parked
+            self._freed_in_training += parked
         return bool(parked)
 
     def explain_shortage(self) -> str:
@@ -132,8 +135,8 @@ class Shortage:
     def notice(self) -> None:
         """Keep less from now on, where memory was short. With several ranks states cannot go back for it, and are
         parked again."""
-        given, parked = self._activations.kept_calls.take_given_up(), self._parked_in_training
-        self._parked_in_training = 0
+        given, parked = self._activations.kept_calls.take_given_up(), self._freed_in_training
+        self._freed_in_training = 0
         if given or (parked and self._ranks.world_size == 1):
             self._room.reserve += given + parked + self._left
             self._left = 0.0

@@ -346,6 +346,17 @@ class RunningStates:
         unit = next(filter(self._runtime.parked.may_park, promoted), None)
         return 0 if unit is None else self._runtime.parked.park(unit)
 
+    def give_up_slot(self) -> int:
+        """Give up a slot of the window that hides no fetch, in a forward or backward under way. -> bytes that have come
+        free. Ranks give none up: each would fetch, and gather, at other places of the program."""
+        parts = self._runtime.parts
+        if parts.window is None or parts.context.ranks.world_size > 1:
+            return 0
+        freed = parts.window.give_up_slot(self._least)
+        if freed:
+            parts.plan = _plan_with(self._runtime, len(parts.window.slots))
+        return freed
+
     def may_move(self) -> bool:
         """Whether states may move now: nothing is accumulated, and no graph waits for its backward."""
         return self._runtime.interruptions.is_between_steps()

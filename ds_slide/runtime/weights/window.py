@@ -149,6 +149,23 @@ class Window:
                 slot.version = slot.version if slot.experts is None else -1
         self._leaves_out = leaves_out
 
+    def give_up_slot(self, least: int) -> int:
+        """Let go of a slot, in the middle of a forward or backward, where more than `least` are there. -> bytes that
+        have come free; 0 where no slot can go: blocks compute in them, or copies to them are under way.
+
+        The memory was allocated on the compute stream, so what gets it next runs after the block that has computed in
+        it.
+        """
+        with self._lock:
+            free = [slot for slot in self.slots if not slot.bound and (slot.ready is None or slot.ready.has_ended)]
+            if len(self.slots) <= least or not free:
+                return 0
+            slot = max(free, key=self._staleness)
+            self.slots.remove(slot)
+            del self.by_storage[slot.buffer.untyped_storage().data_ptr()]
+            self._slots_of = {order: each for order, each in self._slots_of.items() if each is not slot}
+            return slot.buffer.untyped_storage().nbytes()
+
     def lay_out_anew(self, unit: Unit) -> None:
         """Handle new places of the unit's parameters. Its version has changed, too, so that it is fetched again."""
         with self._lock:

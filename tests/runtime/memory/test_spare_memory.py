@@ -93,6 +93,12 @@ class Units:
     def park(self) -> int:
         return UNIT
 
+    def give_up_slot(self) -> int:
+        if self.window <= LEAST:
+            return 0
+        self.window -= 1
+        return SLOT
+
     def may_move(self) -> bool:
         return not self.closed
 
