@@ -58,10 +58,8 @@ def run(model: nn.Module, place: str | None, clip: float) -> Result:
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("place", ["forward", "backward", "evaluation"])
 def test_slots_that_are_given_up_change_no_bit(place: str, clip: float) -> None:
-    assert (
-        differences(run(llama(num_hidden_layers=LAYERS), place, clip), run(llama(num_hidden_layers=LAYERS), None, clip))
-        == []
-    )
+    without, given_up = (run(llama(num_hidden_layers=LAYERS), where, clip) for where in (None, place))
+    assert differences(given_up, without) == []
 
 
 def test_a_fixed_window_keeps_its_slots() -> None:
