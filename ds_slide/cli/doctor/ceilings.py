@@ -28,6 +28,7 @@ from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.rule import Elements
 from ds_slide.plan.ceilings import ATTENTION_WIDTH, Ceilings, CpuCeilings, DiskCeilings, GpuCeilings, checked
+from ds_slide.plan.cores import Share
 from ds_slide.report.tested import installed_version
 from ds_slide.runtime.updates.threads import update_cores
 from ds_slide.store.directories.run_files import RunFiles
@@ -85,7 +86,7 @@ def of_this_machine(paths: Sequence[Path] = (), *, refresh: bool = False, again:
         return _with_disks(kept, disks, wanted), ""
     disks.update({path: _disk(Path(path)) for path in missing})
     if kept is None:
-        threads, cores = update_cores("auto", "auto", 0, 1)
+        threads, cores = update_cores("auto", "auto", Share.whole().cores)
         on_gpu = gpu_computes()
         kept = Ceilings(
             source=f"measured on {platform.node()}, {date.today().isoformat()}",
