@@ -3,7 +3,8 @@
 python host_ranks_worker.py FOLDER RANKS CACHE
 
 The kernel's tree is FOLDER/sys, where each core of this machine is a memory node. The GPU of rank n is at the node of
-core n, counted round the cores. Measurements of `ds-slide doctor` are in CACHE.
+core n, counted round the cores. CACHE has measurements of `ds-slide doctor` for the second engine, and none for the
+first.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
 import two_ranks
 from harness import batches, ds_config, engine_for, llama, train
 
 from ds_slide.integration import assemble
+from ds_slide.plan.ceilings import Ceilings, CpuCeilings
 from ds_slide.plan.cores import memory_nodes
+from ds_slide.plan.kept_ceilings import keep
+from ds_slide.plan.rank_ceilings import PairOfRanks, RankRates, RanksCeilings
 from ds_slide.runtime.core.futures import THREAD_PREFIX
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -46,6 +51,17 @@ def threads() -> dict[str, set[int]]:
     return found
 
 
+def ceilings(ranks: int) -> Ceilings:
+    """Ranks with updates like one rank alone, whose copies take a hundredth of its rate."""
+    cpu = CpuCeilings(
+        name="", memory_bytes=1, update_gb_s=100.0, update_threads=1, copy_gb_s=100.0, product_tflop_s=1.0
+    )
+    rates = (RankRates(update_gb_s=100.0, copy_gb_s=1.0, product_tflop_s=1.0),) * ranks
+    pairs = (PairOfRanks(ranks=(0, 1), kept=0.5),)
+    found = RanksCeilings(alone=rates, together=rates, places=("",) * ranks, pairs=pairs)
+    return Ceilings(source="", cpu=cpu).with_measured(found)
+
+
 def main(rank: int, folder: Path, ranks: int, sysfs: Path) -> None:
     lines: list[str] = []
     handler = logging.Handler()
@@ -55,6 +71,9 @@ def main(rank: int, folder: Path, ranks: int, sysfs: Path) -> None:
     assemble.gpu_node = lambda _: CORES[rank % len(CORES)]  # type: ignore[attr-defined]
     with two_ranks.as_rank(rank, folder, ranks) as seen:
         for name, slide in {"auto": {}, "none": {"cpu_cores": "none"}}.items():
+            if name == "none" and rank == 0:
+                keep(ceilings(ranks))
+            torch.distributed.barrier()
             with engine_for(llama(2), ds_config({"window": 2, **slide}, clip=1.0)) as engine:
                 states = train(engine, batches(2 * ranks)[rank::ranks]).states
                 seen[name] = {"threads": threads(), "main": os.sched_getaffinity(0), "states": states}

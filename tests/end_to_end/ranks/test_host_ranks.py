@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,11 @@ def test_nothing_is_pinned_where_the_user_says_so(seen: list[dict[str, Any]]) ->
     for found in seen:
         assert all(cores == set(CORES) for cores in found["none"]["threads"].values())
         assert unequal(found["none"]["states"], found["auto"]["states"]) == []
+
+
+def test_the_first_line_names_the_lane_that_bounds_so_many_ranks(seen: list[dict[str, Any]]) -> None:
+    starts = [line for line in seen[0]["lines"] if line.startswith("DS-Slide ")]
+    assert starts[0].endswith(f"; `ds-slide doctor` has not measured what {len(seen)} ranks share here")
+    # A gradient goes down once, and each weight comes up: copies at 0.5 GB/s take longer than updates at 100.
+    told = rf"; beside the computation the h2d lane bounds a step, at [\d.e-]+ s with {len(seen)} ranks at once$"
+    assert re.search(told, starts[1]), starts[1]
