@@ -100,7 +100,7 @@ def _with_ranks(ceilings: Ceilings, ranks: int, *, refresh: bool) -> tuple[Ceili
         return ceilings, [Finding(f"{ranks} ranks at once", f"not measured ({error})", advice)]
     measured = ceilings.measured(ranks)
     assert measured is not None
-    groups = "; ".join(" and ".join(map(str, group)) for group in measured.that_share())
+    groups = "; ".join(", ".join(map(str, group)) for group in measured.that_share())
     least = min(each.kept for each in measured.pairs)
     state = f"ranks {groups} slow each other" if groups else "no two ranks slow each other"
     return ceilings, [
