@@ -102,7 +102,10 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
     monkeypatch.setattr(ceilings, "measure_process", lambda **_: 456_000_000)
     assert ceilings.of_this_machine()[0].process_bytes == 345_000_000
 
-    monkeypatch.setattr("ds_slide.cli.doctor.command.installed_version", lambda _: None)
+    monkeypatch.setattr(
+        "ds_slide.cli.doctor.command.installed_version",
+        lambda name: None if name == "transformers" else tested.installed_version(name),
+    )
     assert "without transformers, which is not installed" in told()[1]["state"]
 
 

@@ -59,7 +59,7 @@ def measure_ranks(ranks: int, paths: Sequence[Path]) -> RanksCeilings:
     places = [GpuPlace() if bus_id is None else GpuPlace.of(bus_id) for bus_id in bus_ids]
     seats = [Seat.of_this_process(place.node) for place in places]
     shares = [share_of(rank, seats, memory_nodes()) for rank in range(ranks)]
-    found = _in_processes([partial(_measure, rank, ranks, shares[rank], on_gpu, paths) for rank in range(ranks)])
+    found = _in_processes([_Rank(rank, ranks, share, on_gpu, paths) for rank, share in enumerate(shares)])
     return RanksCeilings(
         alone=tuple(each.alone for each in found),
         together=tuple(each.together for each in found),
@@ -81,21 +81,20 @@ def _told(place: GpuPlace, share: Share) -> str:
 # The processes.
 
 
-def _in_processes(work: Sequence[Callable[[], _Found]]) -> list[_Found]:
-    """Return the results of functions that run at the same time, in a process each. Raises SlideError where one
-    fails."""
+def _in_processes(ranks: Sequence[_Rank]) -> list[_Found]:
+    """Return what ranks have measured at the same time, in a process each. Raises SlideError where one fails."""
     context: SpawnContext = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
-    barrier = context.Barrier(len(work))
-    # Each function waits for all others before it ends, so no process runs two.
-    with ProcessPoolExecutor(len(work), mp_context=context, initializer=_take, initargs=(barrier,)) as pool:
-        running = [pool.submit(_or_abort, each) for each in work]
+    barrier = context.Barrier(len(ranks))
+    # Each rank waits for all others before it ends, so no process has two.
+    with ProcessPoolExecutor(len(ranks), mp_context=context, initializer=_take, initargs=(barrier,)) as pool:
+        running = [pool.submit(_measure, each) for each in ranks]
         failures = [(rank, error) for rank, each in enumerate(running) if (error := each.exception()) is not None]
-    # The others have been told of the failure by the barrier.
-    first = next((each for each in failures if not isinstance(each[1], BrokenBarrierError)), None)
     if failures:
-        rank, error = first or failures[0]
-        why = "its process has ended" if isinstance(error, BrokenProcessPool) else " ".join(str(error).split())
-        raise SlideError(f"rank {rank}: {why or type(error).__name__}") from error
+        # A rank that fails breaks the barrier for the others.
+        rank, error = min(failures, key=lambda each: isinstance(each[1], BrokenBarrierError))
+        if isinstance(error, BrokenProcessPool):  # which does not tell whose process it was
+            raise SlideError("the process of a rank was ended, perhaps because memory is short") from error
+        raise SlideError(f"rank {rank}: {' '.join(str(error).split()) or type(error).__name__}") from error
     return [each.result() for each in running]
 
 
@@ -108,9 +107,9 @@ def _take(barrier: Barrier) -> None:
     _meeting = barrier
 
 
-def _or_abort(work: Callable[[], _Found]) -> _Found:
+def _measure(rank: _Rank) -> _Found:
     try:
-        return work()
+        return rank.measure()
     except BaseException:
         _meeting.abort()  # or the others would wait for this rank
         raise
@@ -124,61 +123,67 @@ def _meet() -> None:
 # One rank.
 
 
-def _measure(rank: int, ranks: int, share: Share, on_gpu: bool, paths: Sequence[Path]) -> _Found:
-    """Measure in the process of `rank`, whose lanes are those of an engine on the same cores."""
-    torch.set_num_threads(len(share.cores))
-    with ExitStack() as stack:
-        stack.enter_context(running_on(share.around))
-        lanes = _lanes(rank, ranks, share, on_gpu, paths, stack)
-        alone = dict.fromkeys(lanes, 0.0)
-        for turn in range(ranks):
-            _meet()
-            if turn == rank:
-                alone = {name: measure() for name, measure in lanes.items()}
-        together = {}
-        for name, measure in lanes.items():
-            _meet()
-            together[name] = measure()
-        link = next(iter(lanes))
-        beside = {}
-        for pair in itertools.combinations(range(ranks), 2):
-            _meet()
-            if rank in pair:
-                beside[sum(pair) - rank] = min(1.0, lanes[link]() / alone[link])
-        _meet()
-    return _Found(_rates(alone, paths), _rates(together, paths), beside)
+@dataclass(frozen=True)
+class _Rank:
+    """A rank with lanes like those of an engine on the same cores. `paths`: as of `measure_ranks`."""
 
+    rank: int
+    ranks: int
+    share: Share
+    on_gpu: bool
+    paths: Sequence[Path]
 
-def _lanes(rank: int, ranks: int, share: Share, on_gpu: bool, paths: Sequence[Path], stack: ExitStack) -> _Lanes:
-    """Return the measurements, copies first. Their memory and files are there until `stack` is closed."""
-    lanes: dict[str, Callable[[], float]] = {}
-    if on_gpu:
-        torch.cuda.set_device(rank)
-        link = Link(torch.device("cuda", rank))
-        lanes["h2d_gb_s"] = partial(copy_rate, link.up, least_s=WINDOW_S)
-        lanes["d2h_gb_s"] = partial(copy_rate, link.down, least_s=WINDOW_S)
-        lanes["both_ways_gb_s"] = partial(copy_rate, link.up, link.down, least_s=WINDOW_S)
-    else:
-        copy = Copy.in_host_memory()
-        lanes["copy_gb_s"] = lambda: 2 * copy_rate(copy, least_s=WINDOW_S)
-        lanes["product_tflop_s"] = partial(product_rate, CPU_SHAPE, CPU, WINDOW_S)
-    threads, cores = update_cores("auto", "auto", share.cores)
-    updated = stack.enter_context(updates(threads, cores, ranks))
-    lanes["update_gb_s"] = partial(updated.rate, WINDOW_S)
-    for path in paths:
-        own = stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_slide-", dir=path))
-        load = stack.enter_context(mixed_load(RunFiles(Path(own), json_path="--path"), "auto"))
-        lanes[str(path)] = partial(_in_gb_s, load)
-    for warm_up in lanes.values():
-        warm_up()
-    return lanes
+    def measure(self) -> _Found:
+        torch.set_num_threads(len(self.share.cores))
+        with ExitStack() as stack:
+            stack.enter_context(running_on(self.share.around))
+            lanes = self._lanes(stack)
+            alone = dict.fromkeys(lanes, 0.0)
+            for turn in range(self.ranks):
+                _meet()
+                if turn == self.rank:
+                    alone = {name: measure() for name, measure in lanes.items()}
+            together = {}
+            for name, measure in lanes.items():
+                _meet()
+                together[name] = measure()
+            link = next(iter(lanes))
+            beside = {}
+            for pair in itertools.combinations(range(self.ranks), 2):
+                _meet()
+                if self.rank in pair:
+                    beside[sum(pair) - self.rank] = min(1.0, lanes[link]() / alone[link])
+            _meet()
+        return _Found(self._rates(alone), self._rates(together), beside)
+
+    def _lanes(self, stack: ExitStack) -> _Lanes:
+        """Return the measurements, copies first. Their memory and files are there until `stack` is closed."""
+        lanes: dict[str, Callable[[], float]] = {}
+        if self.on_gpu:
+            torch.cuda.set_device(self.rank)
+            link = Link(torch.device("cuda", self.rank))
+            lanes["h2d_gb_s"] = partial(copy_rate, link.up, least_s=WINDOW_S)
+            lanes["d2h_gb_s"] = partial(copy_rate, link.down, least_s=WINDOW_S)
+            lanes["both_ways_gb_s"] = partial(copy_rate, link.up, link.down, least_s=WINDOW_S)
+        else:
+            copy = Copy.in_host_memory()
+            lanes["copy_gb_s"] = lambda: 2 * copy_rate(copy, least_s=WINDOW_S)
+            lanes["product_tflop_s"] = partial(product_rate, CPU_SHAPE, CPU, WINDOW_S)
+        threads, cores = update_cores("auto", "auto", self.share.cores)
+        updated = stack.enter_context(updates(threads, cores, self.ranks))
+        lanes["update_gb_s"] = partial(updated.rate, WINDOW_S)
+        for path in self.paths:
+            own = stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_slide-", dir=path))
+            load = stack.enter_context(mixed_load(RunFiles(Path(own), json_path="--path"), "auto"))
+            lanes[str(path)] = partial(_in_gb_s, load)
+        for warm_up in lanes.values():
+            warm_up()
+        return lanes
+
+    def _rates(self, found: Mapping[str, float]) -> RankRates:
+        disks = {str(path): found[str(path)] for path in self.paths}
+        return RankRates(disks_gb_s=disks, **{name: rate for name, rate in found.items() if name not in disks})
 
 
 def _in_gb_s(rate: Callable[[], float]) -> float:
     return rate() / 1e9
-
-
-def _rates(found: Mapping[str, float], paths: Sequence[Path]) -> RankRates:
-    disks = {str(path) for path in paths}
-    of_disks = {name: rate for name, rate in found.items() if name in disks}
-    return RankRates(disks_gb_s=of_disks, **{name: rate for name, rate in found.items() if name not in disks})
