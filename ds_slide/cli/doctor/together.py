@@ -1,14 +1,15 @@
 """What each rank of a host gets: alone, together with all others, and its copies beside each other rank.
 
 Each rank is a process, with a GPU of its own or, on the CPU accelerator, with its share of the cores. All of them meet
-at a barrier before each measurement, and then work for the same time, so that none is measured beside ranks that have
-ended.
+at a barrier before each measurement, and then work for the same time. So a rank works for at most one round beside
+ranks that have ended.
 """
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -33,7 +34,7 @@ from ds_slide.store.directories.run_files import RunFiles
 from ds_slide.store.ssd.bandwidth import mixed_load
 
 WINDOW_S = 0.3
-"""Seconds of each measurement. A round of it is 3 to 100 times shorter, and no rank is alone for more than a round."""
+"""Seconds of each measurement, which ends with the round that fills them. A round of copies takes 10 ms on PCIe 5."""
 PATIENCE_S = 120
 """Limit for each wait for the others. The longest is for a rank that imports torch and makes its buffers."""
 
@@ -134,7 +135,8 @@ class _Rank:
     paths: Sequence[Path]
 
     def measure(self) -> _Found:
-        torch.set_num_threads(len(self.share.cores))
+        # Where there are more ranks than cores, all have the same cores.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.ranks))
         with ExitStack() as stack:
             stack.enter_context(running_on(self.share.around))
             lanes = self._lanes(stack)

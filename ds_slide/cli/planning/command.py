@@ -123,8 +123,8 @@ def _of_ranks(ceilings: Ceilings, ranks: int) -> str:
     if ceilings.measured(ranks) is not None:
         return f"copies, updates and disks have the rates of the slowest of {ranks} ranks that were measured at once"
     return (
-        f"the rates of updates, host memory and disks are divided by {ranks} ranks, and those of copies to GPUs are "
-        f"not; `ds-slide doctor --ranks {ranks}` measures what they share"
+        f"the rates of the processor, host memory and disks are divided by {ranks} ranks, and those of copies to GPUs "
+        f"are not; `ds-slide doctor --ranks {ranks}` measures what they share"
     )
 
 
