@@ -6,7 +6,8 @@
 # machine have left in /tmp/four. TINY=1: the same with tiny models on the CPU.
 #
 # section      GPUs     estimate   what
-# info, doctor -         5, 25 s   topology, cores, NUMA, memory, disk; `ds-slide doctor`
+# info         -           5 s     topology, cores, NUMA, memory, disk
+# doctor       0123       60 s     `ds-slide doctor`: one GPU, then each rank alone and all at once, with pairs of ranks
 # four         0123     250-280 s  3 B slide, 50 steps each: 8x2048 c1, varying 1x2048x4 c1, 2x2048x4 c1, 8x2048 c0, 2x2048x4 c0, 1x2048x4 c1, varying c0
 # pairs        012 + 3  170 s      the same with 20 steps on GPU 0 and on GPUs 1,2, and the longest sequence of GPU 3 (40 GiB of it), side by side, 16 cores a rank
 # stock        0123      90 s      3 B stock 8x2048 c1, 10 steps (compiles cpu_adam if `warm` has not)
@@ -70,7 +71,7 @@ warm() { (python3 -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAd
 info() {
   { date; nvidia-smi; nvidia-smi topo -m; lscpu | grep -iE 'model name|numa|^cpu\(s\)|socket'; free -g; df -h / /dev/shm /tmp; git log -1 --oneline; } > "$WORK/info.txt" 2>&1; grep -aE 'NUMA node|GPU[0-9].*NV|Mem:' "$WORK/info.txt" | head -12
 }
-doctor() { timeout -k 5 60 ds-slide doctor > "$WORK/doctor.log" 2>&1; tail -30 "$WORK/doctor.log"; }
+doctor() { timeout -k 5 150 ds-slide doctor ${TINY:+--ranks 4} > "$WORK/doctor.log" 2>&1; tail -40 "$WORK/doctor.log"; }
 four() { plan 285 110 0,1,2,3 "$(part 0 4)" 29601 four four; }
 stock() { plan 110 100 0,1,2,3 "$(part 0 4)" 29602 stock four-stock; }
 images() { plan 80 70 0,1,2,3 "$(part 0 4)" 29603 images images; }

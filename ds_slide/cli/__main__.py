@@ -54,6 +54,9 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit code: 0, or 1 where DS-Slide cannot run here."
     parser.add_argument("--json", action="store_true", help="answer with a JSON object")
     parser.add_argument("--path", action="append", default=[], metavar="DIR", help="a directory on a disk for states")
+    parser.add_argument(
+        "--ranks", type=_positive, help="measure so many ranks at once, too; by default as many as there are GPUs"
+    )
     parser.add_argument("--refresh", action="store_true", help="measure again what was measured before")
 
 

@@ -386,7 +386,8 @@ class SlideConfig(_Block):
     )
     """Threads of the CPU update on this rank.
 
-    "auto": the cores that this process may use, shared between local ranks.
+    "auto": the cores that this process may use, shared between the ranks that were started with the same cores. If each
+    memory node (NUMA) has a GPU, a rank's cores are at the node of its GPU.
     """
 
     cpu_cores: Literal["auto", "none"] | Annotated[tuple[CoreNumber, ...], Field(min_length=1)] = Field(
@@ -395,7 +396,9 @@ class SlideConfig(_Block):
     )
     """Cores that the update threads are pinned to.
 
-    "none" does not pin.
+    "auto": the rank's share. Shares of fewer than eight cores are not pinned core by core. Then, and for the other
+    threads of the engine, a host with several memory nodes (NUMA) keeps them at the nodes of the share. The engine's
+    memory comes from these nodes. "none" and a list of cores do without that.
     """
 
     blocks: Literal["auto"] | Annotated[tuple[ModulePath, ...], Field(min_length=1)] = Field(

@@ -34,6 +34,7 @@ from ds_slide.patching.experts import bring_experts, stream_experts
 from ds_slide.patching.head import stream_head
 from ds_slide.patching.kinds import ForwardPatch
 from ds_slide.patching.packed import prepare_packed
+from ds_slide.plan.cores import Seat, Share, gpu_node, memory_nodes, share_of
 from ds_slide.plan.host_room import FileMappings, groups, host_room, local_ranks, share_with
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
 from ds_slide.report.log import log
@@ -85,8 +86,8 @@ def assemble(
         kernels = apply_kernels(module, config.kernels, get_accelerator().device_name())
         kernels.patches.extend(prepare_packed(module, {id(tensor) for tensor in carried}, device.torch))
         log.debug("kernels: %s", kernels)
-        clients = DeepSpeedClients(ranks.rank, process_group)
-        runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing))
+        clients, cores = DeepSpeedClients(ranks.rank, process_group), _cores(ranks, device)
+        runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing, cores))
         kernels.patches.append(DividedTensors(runtime))
         kernels.patches.extend(_expert_patches(module, group_of if settings.trains else None, runtime))
         if head is not None:
@@ -306,6 +307,13 @@ def gpu_states_of(config: SlideConfig, *, gpu_is_own: bool) -> int | None:
     if not gpu_is_own and config.gpu_states == "auto":
         return 0  # the accelerator's part comes out of the same memory, so nothing is placed there unasked
     return None if config.gpu_states == "auto" else config.gpu_states
+
+
+def _cores(ranks: Ranks, device: Device) -> Share:
+    """Return the cores of this rank. Collective."""
+    seat = Seat.of_this_process(gpu_node(device.torch.index if device.is_cuda else None))
+    seats = ranks.exchange(seat, "telling which cores each rank may use")
+    return share_of(ranks.rank, seats, memory_nodes())
 
 
 def _agreed(budgets: Budgets, ranks: Ranks) -> Budgets:

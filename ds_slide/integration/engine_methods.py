@@ -16,9 +16,13 @@ import torch
 from torch import nn
 
 from ds_slide.integration.external_parameters import ExternalParameters
+from ds_slide.plan.bound import bound_of
+from ds_slide.plan.host_room import local_ranks
+from ds_slide.plan.kept_ceilings import kept_ceilings
 from ds_slide.report import compilations
 from ds_slide.report.log import log, no_blocks_line, size, start_line
 from ds_slide.runtime.core.calls import NO_TASK, graph_task
+from ds_slide.runtime.parts import Parts
 
 Event = tuple[str, float, int]
 
@@ -200,10 +204,26 @@ def log_start(engine: Any) -> None:
             deferred=parts.deferred if parts.context.trains else None,
             kernels=kernels,
             shares_out=parts.spare.room.budget.exists,
+            bound=_bound(parts, engine.gradient_accumulation_steps()),
         )
     )
     if not parts.memory_report["blocks"]:
         log.warning(no_blocks_line(parts.memory_report))
+
+
+def _bound(parts: Parts, micro_batches: int) -> str:
+    """Return the clause about the lane that bounds a step, by what `ds-slide doctor` has measured on this machine. ""
+    without updates by the engine's own kernels."""
+    settings, ranks = parts.context.settings, local_ranks()
+    if not settings.by_elements:
+        return ""
+    ceilings = kept_ceilings()
+    if ceilings is None:
+        return "" if ranks == 1 else f"`ds-slide doctor` has not measured what {ranks} ranks share here"
+    disks = [] if settings.ssd is None else [path for _, path in settings.ssd.parents]
+    on_gpu = parts.context.device.is_cuda
+    found = bound_of(parts.plan, ceilings, ranks, on_gpu=on_gpu, micro_batches=micro_batches, disks=disks)
+    return "" if found is None else str(found)
 
 
 def events_of(statistics: dict[str, Any], samples: int) -> list[Event]:

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ds_slide.config import shown
 from ds_slide.errors import SlideError
+from ds_slide.plan.rank_ceilings import Figures, RanksCeilings, Rate
 
 PRESETS = Path(__file__).resolve().parents[1].joinpath("configs", "ceilings")
 """Files of machines that were measured before, by name."""
@@ -19,15 +20,10 @@ PRESETS = Path(__file__).resolve().parents[1].joinpath("configs", "ceilings")
 
 ATTENTION_WIDTH = 128
 """Elements of each head in the attention that is measured."""
-_Rate = Annotated[float, Field(gt=0)]
 _Keys = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
 
 
-class _Figures(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class GpuCeilings(_Figures):
+class GpuCeilings(Figures):
     """The ceilings of a GPU and its link, in 10^9 bytes a second. A copy on the device counts reads and writes."""
 
     name: str
@@ -39,8 +35,8 @@ class GpuCeilings(_Figures):
     d2h_gb_s: float = Field(gt=0)
     both_ways_gb_s: float = Field(gt=0)
     """The rate of each way, when data moves in both."""
-    attention_tflop_s: Mapping[_Keys, _Rate] = {}
-    attention_backward_tflop_s: Mapping[_Keys, _Rate] = {}
+    attention_tflop_s: Mapping[_Keys, Rate] = {}
+    attention_backward_tflop_s: Mapping[_Keys, Rate] = {}
     """Rates of causal attention, by the number of keys. Empty: not measured, for instance in older files."""
 
     def product_flops(self, shape: Sequence[int] | None) -> float:
@@ -66,7 +62,7 @@ class GpuCeilings(_Figures):
         return min(1.0, width / ATTENTION_WIDTH) ** 0.4 / (constant + shared / max(1, keys))
 
 
-class CpuCeilings(_Figures):
+class CpuCeilings(Figures):
     """The ceilings of the processor and its memory. `update_gb_s`: read and written by updates on all their threads."""
 
     name: str
@@ -78,7 +74,7 @@ class CpuCeilings(_Figures):
     """The rate of bf16 matrix products, where there is no GPU."""
 
 
-class DiskCeilings(_Figures):
+class DiskCeilings(Figures):
     """The ceilings of the file system at `path`. `mixed_gb_s`: reads and writes together."""
 
     path: str
@@ -89,8 +85,13 @@ class DiskCeilings(_Figures):
     """Whether it takes O_DIRECT."""
     backend: str
 
+    def at(self, part: float) -> DiskCeilings:
+        """Return the ceilings of a part of this disk."""
+        rates = {name: part * getattr(self, name) for name in ("read_gb_s", "write_gb_s", "mixed_gb_s")}
+        return self.model_copy(update=rates)
 
-class Ceilings(_Figures):
+
+class Ceilings(Figures):
     """The ceilings of one machine. `source`: when and how they were measured. `gpu`: None where there is none."""
 
     source: str
@@ -100,6 +101,8 @@ class Ceilings(_Figures):
     process_bytes: int | None = Field(default=None, gt=0)
     """Host bytes of a process that trains (with the GPU if there is one) before an engine is built. None: not measured,
     for instance in older files."""
+    of_ranks: tuple[RanksCeilings, ...] = ()
+    """What each of several ranks gets, one entry for each number of ranks that was measured."""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,6 +114,37 @@ class Ceilings(_Figures):
     def process_of(self, *, on_gpu: bool) -> int | None:
         """Return `process_bytes` where the measured process computed there (GPU or host); otherwise None."""
         return self.process_bytes if on_gpu == (self.gpu is not None) else None
+
+    def measured(self, ranks: int) -> RanksCeilings | None:
+        """Return what each of `ranks` ranks gets; None where it was not measured."""
+        return next((each for each in self.of_ranks if each.ranks == ranks), None)
+
+    def with_measured(self, found: RanksCeilings) -> Ceilings:
+        others = [each for each in self.of_ranks if each.ranks != found.ranks]
+        return self.model_copy(update={"of_ranks": (*others, found)})
+
+    def of_rank(self, ranks: int) -> Ceilings:
+        """Return the ceilings of one of `ranks` ranks while all work.
+
+        Rates that were measured with this number are those of the slowest rank. Other rates of the processor, of host
+        memory and of disks are divided by the number. Other rates of the link are not: most GPUs have one of their own.
+        """
+        if ranks == 1:
+            return self
+        measured = self.measured(ranks)
+        least = {} if measured is None else measured.least.named()
+
+        def of(figures: Figures, *names: str, by: int = ranks) -> dict[str, float]:
+            whole = {name: getattr(figures, name) for name in names}
+            return {name: least.get(name, rate / by) for name, rate in whole.items() if rate is not None}
+
+        cpu = self.cpu.model_copy(update=of(self.cpu, "update_gb_s", "copy_gb_s", "product_tflop_s"))
+        gpu = self.gpu
+        if gpu is not None:
+            gpu = gpu.model_copy(update=of(gpu, "h2d_gb_s", "d2h_gb_s", "both_ways_gb_s", by=1))
+        parts = [least.get(disk.path, disk.mixed_gb_s / ranks) / disk.mixed_gb_s for disk in self.disks]
+        disks = tuple(disk.at(part) for disk, part in zip(self.disks, parts, strict=True))
+        return self.model_copy(update={"cpu": cpu, "gpu": gpu, "disks": disks})
 
     def text(self) -> str:
         """Return the text of a file that holds them."""

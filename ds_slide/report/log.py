@@ -55,9 +55,11 @@ def start_line(
     deferred: bool | None,
     kernels: dict[str, Any],
     shares_out: bool,
+    bound: str,
 ) -> str:
     """Return the line that says what an engine has decided. `memory`: `Parts.memory_report`. `deferred`: None without
-    an optimizer. `kernels`: replaced modules by kind. `shares_out`: spare GPU memory is shared out once it is known."""
+    an optimizer. `kernels`: replaced modules by kind. `shares_out`: spare GPU memory is shared out once it is known.
+    `bound`: a clause about the lane that bounds a step; "" where it is not known."""
     blocks, parameters = memory["blocks"], memory["parameters"]
     replaced = ", ".join(f"{kind} {count}" for kind, count in kernels.items()) or "none"
     rounded = ""
@@ -69,6 +71,7 @@ def start_line(
         f"{size(memory['gpu_state_bytes'])} on the GPU, {size(memory['host_state_bytes'])} in host memory, "
         f"{size(memory['ssd_bytes'])} on SSD{rounded}; ranks: {ranks}; {_UPDATES[deferred]}; kernels: {replaced}"
         f"{'; spare GPU memory: shared out after step 3' if shares_out else ''}"
+        f"{f'; {bound}' if bound else ''}"
     )
 
 

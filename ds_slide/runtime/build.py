@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from ds_slide.plan.allocations import (
     row_gradients_of,
     rows_of,
 )
-from ds_slide.plan.host_room import local_ranks
+from ds_slide.plan.cores import Share
 from ds_slide.plan.memory import Plan
 from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
 from ds_slide.report.trace import Trace
@@ -60,7 +59,7 @@ from ds_slide.runtime.memory.spare_memory import SpareMemory
 from ds_slide.runtime.memory.tier_moves import RunningStates
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.ssd.ssd import SsdStates, UnitsOnSsd, open_ssd, provide_buffers, space_for_inputs
-from ds_slide.runtime.updates.threads import update_cores
+from ds_slide.runtime.updates.threads import running_on, update_cores
 from ds_slide.runtime.updates.updating import Updating
 from ds_slide.runtime.weights.experts import ExpertRing
 from ds_slide.runtime.weights.rows import RowBuffers
@@ -82,10 +81,19 @@ class Blueprint:
     sharing: Sharing | None = None
     """The memory files of several ranks that share weights in host memory. They are closed when the weights are mapped,
     and by the caller of `build_runtime` when that fails."""
+    cores: Share = field(default_factory=Share.whole)
+    """The cores of this rank."""
 
 
 def build_runtime(module: nn.Module, blueprint: Blueprint) -> SlideRuntime:
-    """Build and start a runtime. Raises SlideError when an allocation fails."""
+    """Build and start a runtime, with its memory and its threads on the memory nodes of this rank's cores. Raises
+    SlideError when an allocation fails."""
+    pinned = blueprint.settings.slide.cpu_cores == "auto"
+    with running_on(blueprint.cores.around) if pinned else nullcontext():
+        return _build_here(module, blueprint)
+
+
+def _build_here(module: nn.Module, blueprint: Blueprint) -> SlideRuntime:
     unit_plans, settings, ranks = blueprint.unit_plans, blueprint.settings, blueprint.ranks
     device, failures = blueprint.device, Failures(Waits(blueprint.device))
     ranks.watched_by(failures)
@@ -140,7 +148,9 @@ def _context(blueprint: Blueprint, failures: Failures, started: ExitStack) -> Co
     shared = None
     if blueprint.sharing is not None:
         shared = SharedWeights(ranks, blueprint.sharing, memory, len(blueprint.unit_plans), failures)
-    threads, cores = _update_threads(settings)
+    threads, cores = 0, list[int]()
+    if settings.trains:
+        threads, cores = update_cores(settings.slide.cpu_threads, settings.slide.cpu_cores, blueprint.cores.cores)
     updater = CpuUpdater(threads, cores, idle=not settings.trains)
     started.callback(updater.end_threads)
     lanes = _make_lanes(blueprint, failures, recorder)
@@ -202,14 +212,6 @@ def _trace(blueprint: Blueprint) -> Trace | None:
         return None
     names = [unit_plan.spec.name for unit_plan in blueprint.unit_plans]
     return Trace(request.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES, blueprint.device)
-
-
-def _update_threads(settings: RuntimeSettings) -> tuple[int, Sequence[int]]:
-    """Return the number of update threads, and the cores that they are pinned to."""
-    if not settings.trains:
-        return 0, ()
-    slide, local_rank = settings.slide, int(os.environ.get("LOCAL_RANK", "0"))
-    return update_cores(slide.cpu_threads, slide.cpu_cores, local_rank, local_ranks())
 
 
 def _choices(blueprint: Blueprint) -> dict[str, object]:

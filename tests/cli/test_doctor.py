@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from setuptools.config.pyprojecttoml import load_file
 from ds_slide.cli.doctor import ceilings
 from ds_slide.cli.doctor.command import findings, package
 from ds_slide.errors import SlideError
+from ds_slide.plan import kept_ceilings
 from ds_slide.plan.ceilings import Ceilings, DiskCeilings, preset_names, read_ceilings
 from ds_slide.report import tested
 from ds_slide.report.tested import TESTED
@@ -50,8 +52,8 @@ def test_it_measures_this_machine_once(
     def measured(*_: Any, **__: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(ceilings, "_cpu_ceilings", measured)
-    monkeypatch.setattr(ceilings, "_disk_ceilings", measured)
+    monkeypatch.setattr(ceilings, "cpu_ceilings", measured)
+    monkeypatch.setattr(ceilings, "disk_ceilings", measured)
     monkeypatch.setattr(ceilings, "measure_process", measured)
     again = ds_slide("doctor", "--json", "--path", tmp_path)
     assert again.answer["ceilings"] == answer["ceilings"]
@@ -77,10 +79,10 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
     before, _ = ceilings.of_this_machine()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(ceilings, "measure_process", process)
-    monkeypatch.setattr(ceilings, "_cpu_ceilings", lambda *_, **__: before.cpu)
+    monkeypatch.setattr(ceilings, "cpu_ceilings", lambda *_, **__: before.cpu)
     disk = {"read_gb_s": 1, "write_gb_s": 1, "mixed_gb_s": 1, "direct": True, "backend": "threads"}
     found = DiskCeilings(path=str(tmp_path), **disk)
-    monkeypatch.setattr(ceilings, "_disk_ceilings", lambda _: found)
+    monkeypatch.setattr(ceilings, "disk_ceilings", lambda _: found)
 
     fails = True
     nbytes, finding = told()
@@ -93,22 +95,89 @@ def test_a_process_that_fails_is_told_in_one_sentence_and_tried_again(
     assert ceilings.of_this_machine()[0].process_bytes == 345_000_000
 
     # A file of before is read without what it has of the host's time.
-    (file,) = ceilings.folder().iterdir()
+    (file,) = kept_ceilings.folder().iterdir()
     kept = json.loads(file.read_text())
     kept["ceilings"]["engine_operation_s"] = 7e-5
     file.write_text(json.dumps(kept))
     monkeypatch.setattr(ceilings, "measure_process", lambda **_: 456_000_000)
     assert ceilings.of_this_machine()[0].process_bytes == 345_000_000
 
-    monkeypatch.setattr("ds_slide.cli.doctor.command.installed_version", lambda _: None)
+    monkeypatch.setattr(
+        "ds_slide.cli.doctor.command.installed_version",
+        lambda name: None if name == "transformers" else tested.installed_version(name),
+    )
     assert "without transformers, which is not installed" in told()[1]["state"]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_are_measured_alone_and_at_once(
+    ranks: int,
+    ds_slide: Callable[..., Any],
+    config: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = ds_slide("doctor", "--json", "--path", tmp_path, "--ranks", ranks)
+    found = Ceilings.model_validate(ran.answer["ceilings"])
+    measured = found.measured(ranks)
+    assert measured is not None and [*tmp_path.iterdir()] == []
+    assert set(measured.least.named()) == {"copy_gb_s", "product_tflop_s", "update_gb_s", str(tmp_path)}
+    assert [each.ranks for each in measured.pairs] == [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
+    named = {each["name"]: each["state"] for each in ran.answer["findings"]}
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == ranks:
+        assert [named[f"rank {rank} of {ranks}"] for rank in range(ranks)] == [f"cores {core}" for core in cores]
+    assert "; beside one other rank the slowest keeps " in named["copies of ranks"]
+    text = ds_slide("doctor", "--path", tmp_path, "--ranks", ranks).out  # kept, as the next lines are
+    assert text.count(f"{ranks} ranks at once") == 4 and "GB/s a rank (alone " in text
+
+    def again(*_: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(ceilings, "measure_ranks", again)
+    kept, _ = ceilings.of_this_machine([tmp_path])
+    assert ceilings.with_ranks(kept, ranks).measured(ranks) == measured
+    with pytest.raises(AssertionError, match="measured again"):
+        ceilings.with_ranks(kept, ranks + 1)
+    # A plan has these rates.
+    file = tmp_path / "here.json"
+    file.write_text(ran.out)
+    path = config(ds_slide={"enabled": True, "update_passes": 1})
+    model = Path(__file__).parent / "two_blocks"
+    options = ("plan", "--deepspeed_config", path, "--model", model, "--seq", 64, "--json", "--ceilings", file)
+    one, several = (ds_slide(*options, "--ranks", count).answer for count in (1, ranks))
+    assert any(f"the slowest of {ranks} ranks that were measured at once" in note for note in several["notes"])
+    # A rank updates its part of the states, at its own rate.
+    longer = found.cpu.update_gb_s / measured.least.update_gb_s / ranks
+    assert several["lanes"]["update"] == pytest.approx(longer * one["lanes"]["update"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_others_and_is_named(
+    ds_slide: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ds_slide("doctor", "--path", tmp_path)
+    fails = tmp_path / "fails"  # which a process of a rank finds where it looks for the disk
+    kept, _ = ceilings.of_this_machine([tmp_path])
+    disks = (kept.disks[0].model_copy(update={"path": str(fails)}),)
+    monkeypatch.setattr(ceilings, "of_this_machine", lambda *_, **__: (kept.model_copy(update={"disks": disks}), ""))
+    ran = ds_slide("doctor", "--json", "--path", tmp_path, "--ranks", 2)
+    (told,) = [each for each in ran.answer["findings"] if each["name"] == "2 ranks at once"]
+    assert ran.code == 0 and re.fullmatch(r"not measured \(rank [01]: .*No such file or directory.*\)", told["state"])
+    assert "`ds-slide plan` divides" in told["advice"]
+
+
+def test_more_ranks_than_gpus_are_refused(ds_slide: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "gpu_count", lambda: 2)
+    ran = ds_slide("doctor", "--ranks", 3)
+    assert ran.code == 1 and "--ranks is 3, but this machine has 2 GPUs; name at most 2" in ran.error
 
 
 @pytest.mark.parametrize("package", ["transformers", "deepspeed"])
 def test_other_versions_of_the_libraries_are_measured_again(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = ceilings.machine_key()
-    monkeypatch.setattr(ceilings, "installed_version", lambda name: "0.1" if name == package else before[name])
-    assert ceilings.machine_key() == {**before, package: "0.1"} != before
+    before = kept_ceilings.machine_key()
+    monkeypatch.setattr(kept_ceilings, "installed_version", lambda name: "0.1" if name == package else before[name])
+    assert kept_ceilings.machine_key() == {**before, package: "0.1"} != before
 
 
 def test_a_file_of_doctor_are_ceilings(ds_slide: Callable[..., Any], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_slide.config import expanded_directory, format_bytes
+from ds_slide.errors import SlideError
 from ds_slide.plan.ceilings import Ceilings
 from ds_slide.report.tested import TESTED, Tested, installed_version, versions
 
@@ -35,10 +36,17 @@ def run(arguments: argparse.Namespace, lines: list[str]) -> int:
     paths = [expanded_directory(path, "--path") for path in arguments.path] or _usual_paths()
     ceilings = None
     if can_run:
-        from ds_slide.cli.doctor.ceilings import of_this_machine
+        from ds_slide.cli.doctor.ceilings import gpu_count, of_this_machine
 
+        gpus = gpu_count()
+        ranks = arguments.ranks or max(1, gpus)
+        if 0 < gpus < ranks:
+            raise SlideError(f"--ranks is {ranks}, but this machine has {gpus} GPUs; name at most {gpus}")
         ceilings, why = of_this_machine(paths, refresh=arguments.refresh, again=True)
         found += [*_disks(ceilings, paths), _process(ceilings, why)]
+        if ranks > 1:
+            ceilings, of_ranks = _with_ranks(ceilings, ranks, refresh=arguments.refresh)
+            found += of_ranks
     if arguments.json:
         answer = {
             "schema": SCHEMA,
@@ -81,12 +89,34 @@ def _process(ceilings: Ceilings, why: str) -> Finding:
     return Finding("process", state)
 
 
+def _with_ranks(ceilings: Ceilings, ranks: int, *, refresh: bool) -> tuple[Ceilings, list[Finding]]:
+    """Return the ceilings with what each rank gets, and findings about each rank and what they share."""
+    from ds_slide.cli.doctor.ceilings import with_ranks
+
+    try:
+        ceilings = with_ranks(ceilings, ranks, refresh=refresh)
+    except SlideError as error:
+        advice = "mend what stops it; until then `ds-slide plan` divides what one rank gets"
+        return ceilings, [Finding(f"{ranks} ranks at once", f"not measured ({error})", advice)]
+    measured = ceilings.measured(ranks)
+    assert measured is not None
+    groups = "; ".join(", ".join(map(str, group)) for group in measured.that_share())
+    least = min(each.kept for each in measured.pairs)
+    state = f"ranks {groups} slow each other" if groups else "no two ranks slow each other"
+    return ceilings, [
+        *(Finding(f"rank {rank} of {ranks}", place) for rank, place in enumerate(measured.places)),
+        Finding("copies of ranks", f"{state}; beside one other rank the slowest keeps {least:.2f} of its rate"),
+    ]
+
+
 def _text(found: Sequence[Finding], ceilings: Ceilings | None, *, can_run: bool) -> Iterator[str]:
     width = max(len(each.name) for each in found)
     for each in found:
         yield f"{each.name.ljust(width)}  {each.state}"
     if ceilings is not None:
         for name, rate in _rates(ceilings):
+            yield f"{name.ljust(width)}  {rate}"
+        for name, rate in _rates_of_ranks(ceilings):
             yield f"{name.ljust(width)}  {rate}"
         yield f"{''.ljust(width)}  {ceilings.source}"
     advices = [each for each in found if each.advice]
@@ -115,6 +145,22 @@ def _rates(ceilings: Ceilings) -> Iterator[tuple[str, str]]:
     updates = f"{cpu.update_gb_s:.1f} GB/s on {threads}"
     yield "updates", f"{updates}, {cpu.update_gb_s / 26:.2f} G parameters a second (AdamW in fp32, 26 B each)"
     yield "host copy", f"{cpu.copy_gb_s:.1f} GB/s (read and written)"
+
+
+_LANES = {"h2d_gb_s": "H2D", "d2h_gb_s": "D2H", "both_ways_gb_s": "both ways", "copy_gb_s": "host copy"}
+_LANES |= {"product_tflop_s": "products", "update_gb_s": "updates"}
+
+
+def _rates_of_ranks(ceilings: Ceilings) -> Iterator[tuple[str, str]]:
+    """Yield the rates of each rank, lane by lane, while all ranks work and while one does."""
+    for found in ceilings.of_ranks:
+        for name in found.least.named():
+            unit = "TFLOP/s" if name.endswith("tflop_s") else "GB/s"
+            together, alone = (
+                ", ".join(f"{each.named()[name]:.3g}" for each in rates) for rates in (found.together, found.alone)
+            )
+            lane = _LANES.get(name, f"disk {name}")
+            yield f"{found.ranks} ranks at once", f"{lane} {together} {unit} a rank (alone {alone})"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -249,11 +295,10 @@ def _huge_pages() -> Finding:
 
 
 def _nodes() -> Finding:
-    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    if len(nodes) < 2:
-        return Finding("NUMA", "one node")
-    advice = "start each rank on the node of its GPU (numactl --cpunodebind=N --membind=N): memory of another is slower"
-    return Finding("NUMA", f"{len(nodes)} nodes", advice)
+    from ds_slide.plan.cores import as_list, memory_nodes
+
+    nodes = [f"{node} with cores {as_list(cores)}" for node, cores in memory_nodes().items()]
+    return Finding("NUMA", f"nodes {'; '.join(nodes)}" if len(nodes) > 1 else "one node")
 
 
 def _io() -> Finding:

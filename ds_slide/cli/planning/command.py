@@ -99,10 +99,8 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         )
     if arguments.ranks > 1:
         notes.append("collectives between ranks are not timed, and NCCL's own memory is not counted")
-    if room.gpu is not None and ceilings.gpu is not None and room.ranks > 1:
-        notes.append("the updates' rate and the memory of the host are shared between the ranks")
-        cpu = ceilings.cpu.model_copy(update={"update_gb_s": ceilings.cpu.update_gb_s / room.ranks})
-        ceilings = ceilings.model_copy(update={"cpu": cpu})
+        notes.append(_of_ranks(ceilings, room.ranks))
+        ceilings = ceilings.of_rank(room.ranks)
     shape = ModelShape.named(arguments.model)
     if arguments.adapter is not None:
         shape = replace(shape, adapter=read_adapter(arguments.adapter))
@@ -118,6 +116,16 @@ def _request(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     if positions is not None and arguments.seq > positions:
         notes.append(f"the model's config.json has {positions:,} positions, and the sequence {arguments.seq:,} tokens")
     return Request(shape, raw, arguments.batch, arguments.seq, room, ceilings, not arguments.no_checkpointing), notes
+
+
+def _of_ranks(ceilings: Ceilings, ranks: int) -> str:
+    """Return the note on the rates that each of several ranks has."""
+    if ceilings.measured(ranks) is not None:
+        return f"copies, updates and disks have the rates of the slowest of {ranks} ranks that were measured at once"
+    return (
+        f"the rates of the processor, host memory and disks are divided by {ranks} ranks, and those of copies to GPUs "
+        f"are not; `ds-slide doctor --ranks {ranks}` measures what they share"
+    )
 
 
 def _size(arguments: argparse.Namespace, name: str) -> int | None:

@@ -1,33 +1,48 @@
-"""The cores of the CPU update."""
+"""The cores of the CPU update, and of the threads of an engine."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 
 def update_cores(
-    threads: int | Literal["auto"], cores: Sequence[int] | Literal["auto", "none"], local_rank: int, local_ranks: int
+    threads: int | Literal["auto"], cores: Sequence[int] | Literal["auto", "none"], share: Sequence[int]
 ) -> tuple[int, list[int]]:
     """Return the number of update threads of this rank and the cores to pin them to ([]: not pinned).
 
-    The cores this process may use are shared evenly between the ranks of the machine; within a rank's share the
-    first ones are left to the threads that launch work. Small machines are not pinned: there the operating system
-    has to move the update threads out of the way of the launching threads.
+    `share`: this rank's part of the cores of its host (`ds_slide.plan.cores`). The first ones are left to the threads
+    that launch work. Small shares are not pinned: there the operating system has to move the update threads out of the
+    way of the launching threads.
     """
-    available = sorted(os.sched_getaffinity(0))
-    share = available
-    if local_ranks > 1 and len(available) >= local_ranks:
-        size = len(available) // local_ranks
-        share = available[local_rank * size : (local_rank + 1) * size]
     small = len(share) < 8
     # Two cores are left to the Python thread, autograd's thread and the two copy lanes, one core on small machines.
     count = max(1, len(share) - (1 if small else 2)) if threads == "auto" else threads
     if cores == "none" or (cores == "auto" and small):
         return count, []
-    return count, share[-count:] if cores == "auto" else list(cores)
+    return count, list(share[-count:]) if cores == "auto" else list(cores)
+
+
+@contextmanager
+def running_on(cores: frozenset[int]) -> Iterator[None]:
+    """Let the calling thread run on `cores` only, inside the context. Threads that it starts there stay on them.
+
+    The kernel takes a page from the memory node of the core that first touches it. So memory that is page-locked or
+    written inside comes from the nodes of `cores`. A memory policy (mbind) would say the same, and containers often
+    forbid it.
+    """
+    before = os.sched_getaffinity(0)
+    if before == cores:
+        yield
+        return
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def first_unusable_core(cores: Sequence[int]) -> int | None:

@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,8 +31,15 @@ def mixed_bandwidth(files: RunFiles, backend: str) -> float:
 
     Makes a file with `files` for the time of the measurement.
     """
+    with mixed_load(files, backend) as rate:
+        return rate()
+
+
+@contextmanager
+def mixed_load(files: RunFiles, backend: str) -> Iterator[Callable[[], float]]:
+    """Yield a function that measures like `mixed_bandwidth`, on a file that is there already."""
     with _full_file(files, backend) as file:
-        return _rate(file, "mixed")
+        yield lambda: _rate(file, "mixed")
 
 
 def bandwidths(files: RunFiles) -> Bandwidths:

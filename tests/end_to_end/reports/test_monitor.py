@@ -114,7 +114,8 @@ def test_a_line_after_step_10_whatever_the_interval(log):
     assert only.startswith("step=10, ")
 
 
-def test_one_line_at_the_start(log):
+def test_one_line_at_the_start(log, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was measured
     with engine_of({"window": 2}) as engine:
         parameters = sum(parameter.ds_numel for parameter in engine.module.parameters())
         slots = 2 * 2 * sum(parameter.ds_numel for parameter in engine.module.model.layers[0].parameters())
