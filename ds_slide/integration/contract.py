@@ -347,14 +347,9 @@ def _states_on_ssd(values: Values) -> bool:
 
 
 def matrix_problems(values: Values, slide: SlideConfig, rule: UpdateRule | None) -> Iterator[str]:
-    """Yield problems of settings beside Muon, whose states are in host memory and whose matrices are whole."""
+    """Yield problems of settings beside Muon, whose matrices are whole."""
     if not isinstance(rule, MuonRule):
         return
-    if slide.gpu_states not in ("auto", 0):
-        yield (
-            f"ds_slide.gpu_states is {shown(slide.gpu_states)}, but {rule.name} keeps its momentum in host memory and "
-            'brings it to the GPU for an update; set it to "auto" or 0'
-        )
     if slide.muon_norm == "update" and values.get("fp16"):
         yield (
             'ds_slide.muon_norm is "update", but fp16.enabled is true, whose loss scale an update does not carry; use '

@@ -329,7 +329,7 @@ def _in_host_memory(plan: Plan, budgets: Budgets) -> int:
 
 def _updated_on_gpu(units: Sequence[UnitSize], needs: Needs, budgets: Budgets) -> list[int]:
     """Return the units whose states are on the GPU, the most useful first."""
-    if needs.whole_units or any(unit.largest_matrix for unit in units):
+    if needs.whole_units:
         return []
     chosen = _first_within(_gpu_states_allowance(units, needs, budgets, AUTOMATIC.gpu_states), units, needs)
     if budgets.gpu_states is None:

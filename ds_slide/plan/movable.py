@@ -24,13 +24,11 @@ def why_fixed(plan: Plan, index: int) -> str | None:
         return f"it holds a block's parameters {which}"
     if plan.needs.whole_units:
         return "a client's optimizer updates it, in host memory"
-    if unit.largest_matrix:
-        return "its matrices are updated on the GPU, and their states are in host memory"
     if unit.passing_numel:
         return "its rows pass through the GPU"
     if has_experts_in_parts(unit, plan.needs):
         return "its experts move in parts"
-    if any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs):
+    if not unit.largest_matrix and any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs):
         return "its states are in a short format, which is updated by the CPU"
     return None
 

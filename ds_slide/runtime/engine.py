@@ -32,7 +32,6 @@ from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
 from ds_slide.runtime.step.interruptions import Interruptions
 from ds_slide.runtime.step.phases import HOLD_HINT, Event
-from ds_slide.runtime.updates.apply import device_update
 from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.model_hooks import ModelHooks
 from ds_slide.runtime.weights.outputs import OutputEvents
@@ -345,7 +344,7 @@ class SlideRuntime:
 
     def _update_on_gpu(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, gradient: torch.Tensor) -> None:
         self.device.wait(unit.gradient.arrived.wait())
-        device_update(unit, gradient, unit.trained.begin(hypers), grad_scale)
+        self.parts.updating.update_on_gpu(unit, gradient, hypers, grad_scale)
         unit.mark_changed()
         if unit.is_gathered:
             self.resident_weights.gather(unit)

@@ -22,6 +22,9 @@ RUNS: dict[str, tuple[dict[str, Any] | None, float]] = {
     "clipped, gathered": ({"window": 2, "share_weights": False, "debug": {"lane_delay_ms": 1.0, "seed": 3}}, 0.05),
     "free": ({"window": 2}, 0.0),
     "by the update": ({"window": 2, "muon_norm": "update"}, 1.0),
+    "clipped, on the GPU": ({"window": 2, "gpu_states": 10**7}, 0.05),
+    "clipped, some on the GPU": ({"window": 2, "gpu_states": 40_000}, 0.05),
+    "by the update, on the GPU": ({"window": 2, "muon_norm": "update", "gpu_states": 10**7}, 1.0),
     "stock, free": (None, 0.0),
     "stock, by the update": (None, 1.0),
 }

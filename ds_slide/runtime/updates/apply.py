@@ -62,10 +62,15 @@ class Updates(Protocol):
         """Update the elements of `span`. `way_back`: the unit's, where the span is one of its runs. -> bytes moved."""
         ...
 
+    def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:
+        """Update a unit whose states are on the GPU, on the current stream. Called by the compute thread."""
+        ...
+
 
 @dataclass(frozen=True)
 class HostUpdates:
-    """Updates by the C++ kernels of units in host memory or on SSD; called by the update lane only."""
+    """Updates element by element: by the C++ kernels of units in host memory or on SSD, called by the update lane only,
+    and of units on the GPU there."""
 
     updater: CpuUpdater
 
@@ -82,6 +87,11 @@ class HostUpdates:
             self.updater.update_(elements, hyper, step.grad_scale, part=part, beside=beside)
         log = way_back.part(span.items).nbytes if isinstance(way_back, UndoLog) else 0
         return _moved(span, part) + log
+
+    def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:
+        span = on_gpu(unit, gradient)
+        for state_buffers, part, hyper, _ in span.segments(step.segments):
+            _update_on_device(state_buffers, part, hyper, step.grad_scale)
 
 
 def _beside(log: UndoLog | StateBuffers, rule: UpdateRule) -> Beside:
@@ -107,12 +117,10 @@ def _moved(span: UpdateSpan, part: Part) -> int:
     return moved + span.gradient.nbytes
 
 
-def device_update(unit: Unit, gradient: torch.Tensor, steps: Sequence[SegmentStep], grad_scale: float) -> None:
-    """Update a GPU-tier unit on the compute stream."""
+def on_gpu(unit: Unit, gradient: torch.Tensor) -> UpdateSpan:
+    """Return a whole unit whose states and gradient are on the GPU."""
     whole = slice(0, unit.codec.numel)
-    span = UpdateSpan(unit, whole, unit.state.state_buffers(whole), gradient)
-    for state_buffers, part, hyper, _ in span.segments(steps):
-        _update_on_device(state_buffers, part, hyper, grad_scale)
+    return UpdateSpan(unit, whole, unit.state.state_buffers(whole), gradient)
 
 
 def _update_on_device(state_buffers: StateBuffers, gradient: torch.Tensor, hyper: Hyper, grad_scale: float) -> None:

@@ -70,6 +70,9 @@ class ClientUpdates:
         self._write_masters(span.buffers, masters)
         return 2 * span.buffers.nbytes() + span.gradient.nbytes + 2 * self._measure(unit, states)
 
+    def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:  # noqa: ARG002
+        raise AssertionError("a client's optimizer steps in host memory (`plan.memory`)")
+
     def _read_masters(self, buffers: StateBuffers) -> torch.Tensor:
         weight, remainder = buffers.weight, buffers.remainder
         if remainder is None:

@@ -24,11 +24,12 @@ bit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ds_slide.compression.codec import SegmentStep
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.muon import Matrices, MuonHyper, orthogonal
@@ -39,7 +40,8 @@ from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import synchronize
 from ds_slide.runtime.core.unit import Unit
-from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep
+from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep, on_gpu
+from ds_slide.store.in_memory import KeptOnGpu
 from ds_slide.store.state_buffers import StateBuffers
 from ds_slide.store.tiers import Held
 from ds_slide.store.way_back import WayBack
@@ -89,7 +91,7 @@ class MatrixUpdates:
     def run(self, span: UpdateSpan, step: UpdateStep, part: Part = "whole", way_back: WayBack | None = None) -> int:
         """Update the elements of `span`, of which Muon takes whole units only. -> bytes moved. Called by the update
         lane."""
-        if not any(isinstance(each.hyper, MuonHyper) for each in step.segments):
+        if not takes_matrices(step.segments):
             return self._host.run(span, step, part, way_back)
         assert part == "whole" and way_back is None
         under_way: deque[_UnderWay] = deque()
@@ -103,12 +105,21 @@ class MatrixUpdates:
             synchronize(self._failures, under_way[-1].back, f"the update of {span.unit.name}")
         return 2 * span.buffers.nbytes() + span.gradient.nbytes
 
+    def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:
+        """Update a unit whose states are on the GPU, in place, on the current stream."""
+        if not takes_matrices(step.segments):
+            self._host.run_on_gpu(unit, gradient, step)
+            return
+        span = on_gpu(unit, gradient)
+        for run in self._runs(unit, step):
+            here, part = span.buffers.part(run.items, unit.state.specs), gradient[run.items]
+            self._apply(run, here, self._advanced(run, here, part, step.grad_scale, unit))
+
     def orthogonalize(self, unit: Unit, step: UpdateStep) -> float:
         """Advance the momentum of a unit, and put its orthogonal update in the place of its held gradient. Return the
         square sum of this rank's part of the update. Called by the compute thread, on all ranks in the same order,
         while the lanes have no work."""
-        assert isinstance(unit.state.gradient, Held)
-        gradient, norms = unit.state.gradient.load(slice(0, unit.codec.numel)), []
+        gradient, norms = self._waiting_gradient(unit), []
         for entry, hyper, matrices in _parameters(unit, step):
             stored = unit.state.raw(MOMENTUM, entry.place)
             momentum, here = self._sent(stored), self._sent(gradient[entry.place])
@@ -125,6 +136,16 @@ class MatrixUpdates:
             held.copy_(update.to(gradient.dtype), non_blocking=True)
         return sum(float(norm) ** 2 for norm in norms)  # the first one waits for all of the above
 
+    def _waiting_gradient(self, unit: Unit) -> torch.Tensor:
+        """Return the gradient that waits for the step, in host memory or on the GPU."""
+        match unit.state.gradient:
+            case KeptOnGpu(gradient=kept):
+                self._device.wait(unit.gradient.arrived.wait())
+                return kept.tensor
+            case Held() as held:
+                return held.load(slice(0, unit.codec.numel))
+        raise AssertionError(f"the gradient of {unit.name} has gone straight to its update")
+
     def _runs(self, unit: Unit, step: UpdateStep) -> Iterator[_Run]:
         for entry, hyper, matrices in _parameters(unit, step):
             if hyper.factor is not None:
@@ -134,7 +155,7 @@ class MatrixUpdates:
                 yield _Run(slice(entry.offset + place.start, entry.offset + place.stop), hyper, some)
 
     def _update(self, span: UpdateSpan, run: _Run, grad_scale: float) -> _UnderWay:
-        device, hyper = self._device, run.hyper
+        device = self._device
         stored = span.buffers.part(run.items, span.unit.state.specs)
         names = [name for name in stored.optimizer if run.matrices is not None or name != MOMENTUM]
         with device.on(self._up):
@@ -143,21 +164,33 @@ class MatrixUpdates:
             up = device.mark()
         with device.on(self._products):
             device.wait(up)
-            update, factor = gradient, hyper.factor
+            update = self._advanced(run, here, gradient, grad_scale, span.unit)
             if run.matrices is not None:
-                momentum = here.optimizer[MOMENTUM]
-                update = advance(momentum, gradient, hyper, grad_scale, span.unit.order, run.items.start)
-                self._back(stored.optimizer[MOMENTUM], momentum)
-                shaped = update.view(run.matrices.shape)
-                update = orthogonal(shaped, hyper.method, hyper.rule.dtypes[hyper.method]).reshape(-1)
-                factor = run.matrices.scale(self._scale)
-            assert factor is not None
-            apply(here.weight, here.remainder, update, factor, hyper)
+                self._back(stored.optimizer[MOMENTUM], here.optimizer[MOMENTUM])
+            self._apply(run, here, update)
             back = self._back(stored.weight, here.weight)
             if stored.remainder is not None:
                 assert here.remainder is not None
                 back = self._back(stored.remainder, here.remainder)
         return _UnderWay(here, gradient, back)
+
+    def _advanced(
+        self, run: _Run, here: StateBuffers, gradient: torch.Tensor, grad_scale: float, unit: Unit
+    ) -> torch.Tensor:
+        """Advance the momentum, and return what `_apply` needs of it and the gradient."""
+        if run.matrices is None:
+            return gradient
+        return advance(here.optimizer[MOMENTUM], gradient, run.hyper, grad_scale, unit.order, run.items.start)
+
+    def _apply(self, run: _Run, here: StateBuffers, update: torch.Tensor) -> None:
+        """Apply the orthogonal update to the masters."""
+        hyper, factor = run.hyper, run.hyper.factor
+        if run.matrices is not None:
+            shaped = update.view(run.matrices.shape)
+            update = orthogonal(shaped, hyper.method, hyper.rule.dtypes[hyper.method]).reshape(-1)
+            factor = run.matrices.scale(self._scale)
+        assert factor is not None
+        apply(here.weight, here.remainder, update, factor, hyper)
 
     def _back(self, stored: torch.Tensor, new: torch.Tensor) -> Marker:
         """Copy what the current stream has made so far to host memory, on the stream down. -> the end of that."""
@@ -170,6 +203,11 @@ class MatrixUpdates:
     def _sent(self, stored: torch.Tensor) -> torch.Tensor:
         """Return a copy on the accelerator; on the CPU accelerator it is the tensor itself."""
         return stored.to(self._device.torch, non_blocking=True)
+
+
+def takes_matrices(steps: Sequence[SegmentStep]) -> bool:
+    """Whether Muon updates the unit of these steps."""
+    return any(isinstance(each.hyper, MuonHyper) for each in steps)
 
 
 def _parameters(unit: Unit, step: UpdateStep) -> Iterator[tuple[Entry, MuonHyper, Matrices]]:

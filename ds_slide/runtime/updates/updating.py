@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ds_slide.optim.client import ClientRule
-from ds_slide.optim.muon import MuonHyper, MuonRule
+from ds_slide.optim.muon import MuonRule
 from ds_slide.optim.rule import Hyper, Part
 from ds_slide.plan.step_model import Schedules
 from ds_slide.runtime.core.context import Context
@@ -18,7 +18,7 @@ from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.core.update import SquareSum, Update
 from ds_slide.runtime.updates.apply import HostUpdates, Updates, UpdateSpan, UpdateStep
 from ds_slide.runtime.updates.client import ClientUpdates
-from ds_slide.runtime.updates.matrices import MatrixUpdates
+from ds_slide.runtime.updates.matrices import MatrixUpdates, takes_matrices
 from ds_slide.runtime.updates.passes import Passes
 from ds_slide.runtime.updates.speculation import Speculating, Speculation
 from ds_slide.store.state import SpanLease
@@ -122,9 +122,13 @@ class Updating:
         assert isinstance(self.host, MatrixUpdates)
         for unit in units:
             steps = unit.trained.coming(hypers)
-            if unit.gradient.ready and any(isinstance(each.hyper, MuonHyper) for each in steps):
+            if unit.gradient.ready and takes_matrices(steps):
                 found = self.host.orthogonalize(unit, UpdateStep(steps, grad_scale))
                 unit.gradient.square_sum = SquareSum("host", found)
+
+    def update_on_gpu(self, unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:
+        """Update a unit whose states are on the GPU. Called by the compute thread, on its stream."""
+        self.host.run_on_gpu(unit, gradient, UpdateStep(unit.trained.begin(hypers), grad_scale))
 
     def schedules(self) -> Schedules:
         """Return when updates ran in the measured step and will run in the next. Speculative ones count as deferred."""

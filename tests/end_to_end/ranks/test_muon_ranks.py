@@ -75,6 +75,13 @@ def test_two_ranks_train_as_stock_does(name: str, seen: list[dict[str, Any]]) ->
         close(results[name], results[f"stock, {name}"])
 
 
+@pytest.mark.parametrize("name", [name for name in RUNS if "on the GPU" in name])
+def test_states_on_the_gpu_have_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
+    for results in seen:
+        found, expected = results[name], results[name.partition(",")[0]]
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
 def test_a_resumed_run_of_two_ranks_continues_to_the_bit(seen: list[dict[str, Any]]) -> None:
     for results in seen:
         expected, found = results["resumed"]

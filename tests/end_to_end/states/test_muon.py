@@ -26,6 +26,7 @@ from harness import (
     train,
     unequal,
 )
+from moving import RandomMoves, movable
 from torch import nn
 
 from ds_slide.errors import SlideConfigError, SlideError
@@ -250,6 +251,62 @@ def test_placement_changes_no_bit(slide: dict[str, Any]) -> None:
         assert differences(one, other) == []
 
 
+ON_GPU: dict[str, dict[str, Any]] = {
+    "all": {"clip": 0.0},
+    "all, clipped": {"clip": 0.5},
+    "some": {"clip": 0.0},
+    "some, by the update": {"clip": 1.0},
+    "some, accumulated": {"clip": 0.0, "accumulation": 2},
+}
+
+
+@pytest.mark.parametrize("case", ON_GPU)
+def test_states_on_the_gpu_have_the_same_bits(case: str) -> None:
+    """Of all units, or of what is outside the blocks and one block."""
+    data, options, extra = text(6), ON_GPU[case], {"muon_norm": "update"} if "update" in case else {}
+    found = {}
+    for nbytes in (0, 10_000_000 if case.startswith("all") else 900_000):
+        with engine_for(own := model(), config(WINDOW | extra | {"gpu_states": nbytes}, **options)) as engine:
+            parts = engine.optimizer.runtime.parts
+            found[nbytes] = train(engine, data)
+            found[nbytes].states = states(own)
+            there = [parts.plan.units[index] for index in parts.plan.placement.on_gpu]
+            on_gpu = sum(unit.largest_matrix > 0 for unit in there)
+        assert on_gpu == (0 if not nbytes else 3 if case.startswith("all") else 1)
+    one, other = found.values()
+    assert differences(one, other) == []
+    assert one.norms == other.norms
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("bits", ["fp32", "bf16"])
+def test_states_move_to_the_gpu_and_back_with_the_same_bits(bits: str, clip: float) -> None:
+    data, slide, moves = text(8), WINDOW | {"state_dtype": bits}, RandomMoves(1)
+    with engine_for(own := model(), config(slide, clip=clip)) as engine:
+        blocks = [unit.order for unit in engine.optimizer.runtime.units if unit.spec.kind == "block"]
+        assert set(blocks) <= set(movable(engine.optimizer.runtime))
+        found = train(engine, data, moves)
+        found.states = states(own)
+    assert {order for moved in moves.made for order in moved.promoted} >= set(blocks)
+    assert {order for moved in moves.made for order in moved.demoted} & set(blocks)
+    assert differences(found, trained(slide, data, clip=clip)) == []
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["from the GPU", "to the GPU"])
+def test_a_checkpoint_goes_to_another_placement(first: bool, tmp_path: Path) -> None:
+    data, places = text(8), [WINDOW | {"gpu_states": nbytes} for nbytes in ((10_000_000, 0) if first else (0, 900_000))]
+    with engine_for(model(), config(places[0], clip=1.0)) as engine:
+        train(engine, data[:4])
+        engine.save_checkpoint(tmp_path)
+    with engine_for(own := model(7), config(places[1], clip=1.0)) as engine:
+        engine.load_checkpoint(tmp_path)
+        found = train(engine, data[4:])
+        found.states = states(own)
+    expected = trained(places[0], data, clip=1.0)
+    assert found.losses == expected.losses[4:]
+    assert unequal(found.states, expected.states) == []
+
+
 def test_weights_on_ssd_have_the_same_bits(tmp_path: Path) -> None:
     own, data = model(), text(3)
     there = on_ssd(config(WINDOW | {"host_memory": 700_000}), tmp_path, "offload_param")
@@ -369,7 +426,6 @@ def test_the_plan_has_at_most_nine_and_eleven_bytes_a_parameter() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "gpu_states": ({"gpu_states": 1000}, {}, "gpu_states is 1000, but Muon keeps its momentum in host memory"),
     "8 bits": ({"state_dtype": "8bit"}, {}, 'state_dtype is "8bit", but Muon keeps its states in fp32 and bf16 only'),
     "method": ({}, {"params": {"ns_method": "svd"}}, "ns_method must be one of .*got svd"),
     "momentum": (
