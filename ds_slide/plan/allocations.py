@@ -79,13 +79,16 @@ CHANGES = "changes of weights on their way"
 COMPRESSING = "workspace of gradients being compressed"
 FP32_MASTERS = "fp32 masters of a unit that a client's optimizer updates"
 FP32_GRADIENTS = "fp32 gradients of a unit that a client's optimizer updates"
-MATRIX_UPDATE = "matrices being updated"
-COPIES_OF_MATRICES = 2
-"""The matrices with copies on the GPU: one is updated while another goes up or comes back."""
-MATRIX_UPDATE_BYTES = 12 * COPIES_OF_MATRICES + 16
-"""GPU bytes of an update for each element of the largest matrix. A copy has at the most a gradient of 2, a momentum of
-4, and a master of 6 bytes. Beside them are an fp32 update, two matrices and four squares of the iteration in fp16 or
-bf16."""
+MATRIX_COPIES = "copies of matrices being updated"
+MATRIX_PRODUCTS = "products of matrices being updated"
+MATRICES_UNDER_WAY = 3
+"""The largest matrices that the copies have bytes for: one goes up, one is updated, one comes back. Of smaller ones
+there are more."""
+MATRIX_PRODUCT_BYTES = 16
+"""GPU bytes of the products for each element of the largest matrix: an fp32 update, two matrices and four squares of
+the iteration in fp16 or bf16."""
+PIECE_ALIGNMENT = 256
+"""Bytes, a multiple of which each copy of a matrix begins at, as torch's own tensors on the GPU do."""
 
 
 @dataclass(frozen=True)
@@ -180,12 +183,39 @@ def make_allocations(units: Sequence[UnitSize], needs: Needs, placement: Placeme
     if needs.whole_units:
         views = 4 * max(unit.codec.numel for unit in units)
         made += [Allocation(what, "host", views, "states on their way") for what in (FP32_MASTERS, FP32_GRADIENTS)]
-    if largest := max((unit.largest_matrix for unit in units), default=0):
-        made.append(Allocation(MATRIX_UPDATE, "gpu", MATRIX_UPDATE_BYTES * largest, "states on their way"))
+    made += _of_matrices(units, needs, placement)
     if placement.on_ssd:
         assert needs.ssd is not None
         made += _before_ssd(units, needs, needs.ssd, placement, total(made, "ssd"))
     return tuple(made)
+
+
+def _of_matrices(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:
+    """GPU memory of updates of whole matrices, whose products the update lane and the compute thread may make at the
+    same time. Promoted units count as units in host memory, too, because they come back."""
+    matrices = {index: unit for index, unit in enumerate(units) if unit.largest_matrix}
+    if not matrices:
+        return
+    largest = max(unit.largest_matrix for unit in matrices.values())
+    uploaded = [unit for index, unit in matrices.items() if index not in placement.on_gpu]
+    if uploaded:
+        copies = MATRICES_UNDER_WAY * max(_matrix_copy_bytes(unit, needs, largest) for unit in uploaded)
+        yield Allocation(MATRIX_COPIES, "gpu", copies, "states on their way")
+    streams = bool(uploaded) + bool(matrices.keys() & (placement.on_gpu | placement.promoted))
+    yield Allocation(MATRIX_PRODUCTS, "gpu", streams * MATRIX_PRODUCT_BYTES * largest, "states on their way", streams)
+
+
+def _matrix_copy_bytes(unit: UnitSize, needs: Needs, numel: int) -> int:
+    """Return the bytes of the copies of `numel` elements: gradient, weights, and the other state buffers."""
+    held = needs.held_bytes if unit.held_bytes is None else unit.held_bytes
+    gradient = numel * max(held, unit.codec.dtype.itemsize)
+    copies = (gradient, numel * unit.weight_bytes, *(spec.nbytes(numel) for spec in unit.specs))
+    return sum(map(whole_pieces, copies))
+
+
+def whole_pieces(nbytes: int) -> int:
+    """Return `nbytes` rounded up to where the next copy may begin."""
+    return -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
 
 
 def of_unit(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> list[Allocation]:

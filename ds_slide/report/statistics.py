@@ -21,7 +21,9 @@ INPUTS = "inputs of blocks"
 """Copies of inputs of recomputed blocks to host memory and back, on one stream. The same bytes go down and come up
 again; statistics count one half under "d2h" and one under "h2d"."""
 UPDATE = "update"
-STREAM_LANES = ("h2d", OUTER_H2D, "d2h", INPUTS, UPDATE)
+PRODUCTS = "products"
+"""Products of whole matrices (Muon) on a stream of their own. Other trainings have no such lane."""
+STREAM_LANES = ("h2d", OUTER_H2D, "d2h", INPUTS, UPDATE, PRODUCTS)
 """The lanes with a meter of their own. "holding_s" is the part of the update lane's busy seconds for gradients that
 wait for the step: gradients of later micro-batches are added to them on arrival, and no forward waits for that."""
 SSD = "ssd"
@@ -226,6 +228,8 @@ class StepRecorder:
         lanes: dict[str, dict[str, float | int]] = {"compute": {"busy_s": max(0.0, wall - stalled), "bytes": 0}}
         outer_seconds, outer_bytes = taken.pop(OUTER_H2D)
         inputs_seconds, inputs_bytes = taken.pop(INPUTS)
+        if not taken[PRODUCTS][0]:
+            del taken[PRODUCTS]
         for lane, (seconds, moved) in taken.items():
             lanes[lane] = {"busy_s": seconds, "bytes": moved}
         lanes[UPDATE]["holding_s"] = self.meters[UPDATE].taken_holding

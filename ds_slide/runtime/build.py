@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ds_slide.optim.cpu import CpuUpdater
+from ds_slide.optim.muon import MuonRule
 from ds_slide.plan.allocations import (
     BLOCK_RING,
     EXPERTS,
@@ -27,7 +28,7 @@ from ds_slide.plan.allocations import (
 )
 from ds_slide.plan.cores import Share
 from ds_slide.plan.memory import Plan
-from ds_slide.report.statistics import OUTER_H2D, STREAM_LANES, StepRecorder
+from ds_slide.report.statistics import OUTER_H2D, PRODUCTS, STREAM_LANES, LaneMeter, StepRecorder
 from ds_slide.report.trace import Trace
 from ds_slide.report.waits import Waits
 from ds_slide.runtime.activations.activations import Activations
@@ -154,7 +155,7 @@ def _context(blueprint: Blueprint, failures: Failures, started: ExitStack) -> Co
     updater = CpuUpdater(threads, cores, idle=not settings.trains)
     started.callback(updater.end_threads)
     lanes = _make_lanes(blueprint, failures, recorder)
-    for lane in (lanes.h2d, lanes.outer_h2d, lanes.d2h, lanes.update):
+    for lane in (lanes.h2d, lanes.outer_h2d, lanes.d2h, lanes.update, lanes.products, lanes.matrices_d2h):
         started.callback(lane.close)
     return Context(
         plan=blueprint.plan,
@@ -176,14 +177,17 @@ def _context(blueprint: Blueprint, failures: Failures, started: ExitStack) -> Co
 def _make_lanes(blueprint: Blueprint, failures: Failures, recorder: StepRecorder) -> Lanes:
     settings, device, meters = blueprint.settings, blueprint.device, recorder.meters
     debug, idle = settings.slide.debug, not settings.trains
-    delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in range(4)]
+    delays = [Delay(debug.lane_delay_ms, debug.seed + number) for number in (0, 1, 2, 3, 6, 7)]
     # Without updates this lane still uploads the chunks of a streamed head.
     outer_idle = idle and not any(unit_plan.chunk_rows for unit_plan in blueprint.unit_plans)
+    no_matrices = not isinstance(settings.rule, MuonRule)
     return Lanes(
         h2d=StreamWorker("h2d", device, failures, meters["h2d"], delays[0]),
         outer_h2d=StreamWorker("h2d of outer modules", device, failures, meters[OUTER_H2D], delays[3], idle=outer_idle),
         d2h=StreamWorker("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
         update=UpdateWorker(device, failures, meters["update"], delays[2], idle=idle),
+        products=StreamWorker("products", device, failures, meters[PRODUCTS], delays[4], idle=no_matrices),
+        matrices_d2h=StreamWorker("d2h of matrices", device, failures, LaneMeter(), delays[5], idle=no_matrices),
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ds_slide.errors import SlideError
 from ds_slide.runtime.access import ENDED
 from ds_slide.runtime.core import running
+from ds_slide.runtime.core.lanes import Lanes
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.parts import Parts
 from ds_slide.store.in_memory import InMemory
@@ -71,14 +72,14 @@ def _close_lanes(parts: Parts) -> None:
     lanes, ssd, shared, failures = parts.context.lanes, parts.ssd, parts.context.shared, parts.context.failures
     if ssd is None:
         lanes.d2h.close()
-        lanes.update.close()
+        _close_updates(lanes)
     else:
         with ssd.weights.hurry():
             lanes.d2h.close()
         # The files on SSD end with the run, so updates that have not begun are not needed. The h2d lanes may wait for
         # them.
         ssd.abandon()
-        lanes.update.close()
+        _close_updates(lanes)
         failures.record("runtime", SlideError("the engine was destroyed"))
     if shared is not None:
         # This also ends waits for other ranks. The other ranks have all of this rank's updates by now.
@@ -88,6 +89,12 @@ def _close_lanes(parts: Parts) -> None:
     lanes.outer_h2d.close()
     if ssd is not None:
         ssd.close()
+
+
+def _close_updates(lanes: Lanes) -> None:
+    lanes.update.close()
+    lanes.products.close()
+    lanes.matrices_d2h.close()
 
 
 def _free_memory(parts: Parts) -> None:

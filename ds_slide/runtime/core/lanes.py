@@ -243,3 +243,8 @@ class Lanes:
     them."""
     d2h: StreamWorker
     update: UpdateWorker
+    products: StreamWorker
+    """Makes the updates of whole matrices from copies that the update lane has sent up. Idle without such a rule."""
+    matrices_d2h: StreamWorker
+    """Brings these copies back to host memory, and ends the updates. What comes from the GPU to its update passes
+    through `d2h`, which may wait for a buffer that such an update holds."""

@@ -16,6 +16,7 @@ from ds_slide.compression.codec import SegmentStep
 from ds_slide.optim.cpu import NOTHING_BESIDE, Beside, CpuUpdater
 from ds_slide.optim.reference import reference_update_
 from ds_slide.optim.rule import Elements, Hyper, Part, UpdateRule
+from ds_slide.runtime.core.lanes import Job
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.store.state_buffers import StateBuffers, items_of
 from ds_slide.store.way_back import UndoLog, WayBack
@@ -62,6 +63,10 @@ class Updates(Protocol):
         """Update the elements of `span`. `way_back`: the unit's, where the span is one of its runs. -> bytes moved."""
         ...
 
+    def then(self, step: UpdateStep, job: Job) -> None:
+        """Run `job`, now or on another lane, when the update of `step` has ended that `run` has begun last."""
+        ...
+
     def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:
         """Update a unit whose states are on the GPU, on the current stream. Called by the compute thread."""
         ...
@@ -87,6 +92,9 @@ class HostUpdates:
             self.updater.update_(elements, hyper, step.grad_scale, part=part, beside=beside)
         log = way_back.part(span.items).nbytes if isinstance(way_back, UndoLog) else 0
         return _moved(span, part) + log
+
+    def then(self, step: UpdateStep, job: Job) -> None:  # noqa: ARG002 - the update has ended with `run`
+        job()
 
     def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:
         span = on_gpu(unit, gradient)

@@ -18,6 +18,7 @@ from ds_slide.optim.rule import Part
 from ds_slide.plan.allocations import CLIENT_STATES, FP32_GRADIENTS, FP32_MASTERS, state_buffer_of
 from ds_slide.report.log import log, size
 from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.lanes import Job
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.updates.apply import UpdateSpan, UpdateStep
 from ds_slide.store.in_memory import ClientStates
@@ -69,6 +70,9 @@ class ClientUpdates:
         states.client.step(list(_pieces(unit, masters)), gradients, settings)
         self._write_masters(span.buffers, masters)
         return 2 * span.buffers.nbytes() + span.gradient.nbytes + 2 * self._measure(unit, states)
+
+    def then(self, step: UpdateStep, job: Job) -> None:  # noqa: ARG002 - the update has ended with `run`
+        job()
 
     def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:  # noqa: ARG002
         raise AssertionError("a client's optimizer steps in host memory (`plan.memory`)")

@@ -1,29 +1,38 @@
 """Updates by Muon (`ds_slide.optim.muon`): whole matrices, on the accelerator.
 
-On one rank a task of the update lane has a unit to itself. Its matrices follow each other on three streams: gradient,
-momentum, weight and remainder of the next matrix go up, while the products of one run, and while momentum, weight and
-remainder of the one before come back. A momentum comes back beside the products of its own matrix. The task ends when
-all are in host memory. The buffers have these owners, all by the length of one task:
+States on the GPU are updated in place, on the compute stream (`run_on_gpu`).
 
-    gradient, weights, remainders, momentum    host memory of the unit: the update lane, as for every rule (`Unit`)
-    their copies, of `COPIES` matrices         GPU memory that torch gives to the stream up, which takes it again when
-                                               the way back of the matrix has passed
+States in host memory pass three threads, each with a stream, on one rank. The matrices of all units follow each other
+without a gap: while the products of one run, the next ones go up, from the next unit too, and earlier ones come back.
+
+    update lane       issues the copies up of one unit after the other, in the order of their deadlines
+    products lane     the products; it knows where the copies are, and writes into them
+    d2h of matrices   issues the copies down, the momentum beside the products of its own matrix; ends the unit's update
+
+The buffers have these owners:
+
+    gradient, weights, remainders, momentum    host memory of the unit: its update, as for every rule (`Unit`), from the
+                                               task of the update lane to the last copy down
+    their copies                               a lease of `ByteRing`, which goes from lane to lane with a marker, and
+                                               back when the last copy down has passed
     the update and the products                GPU memory that torch gives to the stream of the products, used there
                                                alone
+
+The update lane waits for the room of the oldest lease, on the host. So the order of units is decided as late as it can
+be. The other two lanes wait for no lease, and only for the GPU.
 
 Several ranks each have a flat piece of a parameter. There, and where the norm of the updates is limited, the step first
 calls `orthogonalize`: the compute thread owns all of the above, because no lane has work, and uses its own stream. Each
 rank advances its piece of the momentum, the ranks gather the pieces of Nesterov's update, and each computes the whole
-orthogonal update and keeps its piece, in the place of the gradient. The task of the lane then applies that.
+orthogonal update and keeps its piece, in the place of the gradient. The update then applies that.
 
-The plan counts the GPU memory as `MATRIX_UPDATE`, enough for the largest matrix. Small matrices of one parameter
-(experts, heads) go together as far as they fit into that. The model alone decides how many, so placement changes no
-bit.
+The plan counts the GPU memory as `MATRIX_COPIES` and `MATRIX_PRODUCTS`. Small matrices of one parameter (experts,
+heads) go together up to the size of the model's largest matrix. The model alone decides how many, so placement changes
+no bit.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,10 +44,12 @@ from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.muon import Matrices, MuonHyper, orthogonal
 from ds_slide.optim.muon_step import advance, apply
 from ds_slide.optim.rule import Part
-from ds_slide.plan.allocations import COPIES_OF_MATRICES, MATRIX_UPDATE
+from ds_slide.plan.allocations import MATRIX_COPIES, MATRIX_PRODUCTS
+from ds_slide.runtime.core.byte_ring import ByteRing
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import synchronize
+from ds_slide.runtime.core.lanes import Job
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep, on_gpu
 from ds_slide.store.in_memory import KeptOnGpu
@@ -64,12 +75,16 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _UnderWay:
-    """The copies of a run on the accelerator, which stay until `back`: then the new numbers are in host memory."""
+class _Sent:
+    """A run on the accelerator: its state buffers in host memory (`stored`), and copies of them and of the gradient.
+    `up`: behind the copies up. `order`: of the unit."""
 
-    copies: StateBuffers
+    run: _Run
+    stored: StateBuffers
+    here: StateBuffers
     gradient: torch.Tensor
-    back: Marker
+    up: Marker
+    order: int
 
 
 class MatrixUpdates:
@@ -78,32 +93,44 @@ class MatrixUpdates:
     def __init__(self, context: Context) -> None:
         self._host = HostUpdates(context.updater)
         self._device, self._failures, self._ranks = context.device, context.failures, context.ranks
-        self._up, self._products, self._down = (context.device.stream() for _ in range(3))
+        self._products, self._down = context.lanes.products, context.lanes.matrices_d2h
+        self._up = context.device.stream()
         self._scale = context.settings.slide.muon_scale
         self._most = max((unit.largest_matrix for unit in context.plan.units), default=0)
-        if context.allocator.tier(MATRIX_UPDATE) is not None:
-            context.allocator.begun(MATRIX_UPDATE)
+        self._copies: ByteRing | None = None
+        """None where the states of all matrices are on the GPU from the start."""
+        if context.allocator.tier(MATRIX_COPIES) is not None:
+            buffer = context.allocator.tensor(MATRIX_COPIES, torch.uint8)
+            self._copies = ByteRing(buffer, context.failures, MATRIX_COPIES)
+        if context.allocator.tier(MATRIX_PRODUCTS) is not None:
+            context.allocator.begun(MATRIX_PRODUCTS)
 
     @property
     def updater(self) -> CpuUpdater:
         return self._host.updater
 
     def run(self, span: UpdateSpan, step: UpdateStep, part: Part = "whole", way_back: WayBack | None = None) -> int:
-        """Update the elements of `span`, of which Muon takes whole units only. -> bytes moved. Called by the update
-        lane."""
+        """Begin to update the elements of `span`, of which Muon takes whole units only. -> bytes moved. Called by the
+        update lane."""
         if not takes_matrices(step.segments):
             return self._host.run(span, step, part, way_back)
         assert part == "whole" and way_back is None
-        under_way: deque[_UnderWay] = deque()
-        # The largest first: nothing hides the products and the way back of the last one.
+        # The largest first: behind the last unit nothing hides the products and the way back of its last matrix.
         for each in sorted(self._runs(span.unit, step), key=lambda run: run.numel, reverse=True):
-            if len(under_way) == COPIES_OF_MATRICES:
-                # Torch may give its memory to the next one, whose copies up wait as well.
-                self._device.wait(under_way.popleft().back, self._up)
-            under_way.append(self._update(span, each, step.grad_scale))
-        if under_way:
-            synchronize(self._failures, under_way[-1].back, f"the update of {span.unit.name}")
+            self._send(span, each, step.grad_scale)
         return 2 * span.buffers.nbytes() + span.gradient.nbytes
+
+    def then(self, step: UpdateStep, job: Job) -> None:
+        if not takes_matrices(step.segments):
+            self._host.then(step, job)
+            return
+
+        def end() -> None:
+            synchronize(self._failures, self._device.mark(host_waits=True), "updated matrices in host memory")
+            job()
+
+        # Behind all copies down of this update: both lanes run their jobs in order.
+        self._products.submit(lambda: self._down.submit(end))
 
     def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:
         """Update a unit whose states are on the GPU, in place, on the current stream."""
@@ -113,7 +140,7 @@ class MatrixUpdates:
         span = on_gpu(unit, gradient)
         for run in self._runs(unit, step):
             here, part = span.buffers.part(run.items, unit.state.specs), gradient[run.items]
-            self._apply(run, here, self._advanced(run, here, part, step.grad_scale, unit))
+            self._apply(run, here, self._advanced(run, here, part, step.grad_scale, unit.order))
 
     def orthogonalize(self, unit: Unit, step: UpdateStep) -> float:
         """Advance the momentum of a unit, and put its orthogonal update in the place of its held gradient. Return the
@@ -154,33 +181,59 @@ class MatrixUpdates:
             for place, some in matrices.together(self._most):
                 yield _Run(slice(entry.offset + place.start, entry.offset + place.stop), hyper, some)
 
-    def _update(self, span: UpdateSpan, run: _Run, grad_scale: float) -> _UnderWay:
-        device = self._device
-        stored = span.buffers.part(run.items, span.unit.state.specs)
+    def _send(self, span: UpdateSpan, run: _Run, grad_scale: float) -> None:
+        """Copy a run up, and hand it to the next lane."""
+        assert self._copies is not None
+        stored, gradient = span.buffers.part(run.items, span.unit.state.specs), span.gradient[run.items]
         names = [name for name in stored.optimizer if run.matrices is not None or name != MOMENTUM]
-        with device.on(self._up):
-            gradient = self._sent(span.gradient[run.items])
-            here = StateBuffers(self._sent(stored.weight), {name: self._sent(stored.optimizer[name]) for name in names})
-            up = device.mark()
-        with device.on(self._products):
-            device.wait(up)
-            update = self._advanced(run, here, gradient, grad_scale, span.unit)
-            if run.matrices is not None:
-                self._back(stored.optimizer[MOMENTUM], here.optimizer[MOMENTUM])
-            self._apply(run, here, update)
-            back = self._back(stored.weight, here.weight)
-            if stored.remainder is not None:
-                assert here.remainder is not None
-                back = self._back(stored.remainder, here.remainder)
-        return _UnderWay(here, gradient, back)
+        homes = [gradient, stored.weight, *(stored.optimizer[name] for name in names)]
+        copies = self._copies.lease(homes)
+        with self._device.on(self._up):
+            for copy, home in zip(copies, homes, strict=True):
+                copy.copy_(home, non_blocking=True)
+            up = self._device.mark()
+        here = StateBuffers(copies[1], dict(zip(names, copies[2:], strict=True)))
+        sent = _Sent(run, stored, here, copies[0], up, span.unit.order)
+        self._products.submit(lambda: self._update(sent, grad_scale))
+
+    def _update(self, sent: _Sent, grad_scale: float) -> None:
+        """Update a run. A job of the products lane."""
+        lane, stored, here = self._products, sent.stored, sent.here
+        lane.wait(sent.up, "matrices on their way up")
+        start = self._device.mark(timed=True)
+        update = self._advanced(sent.run, here, sent.gradient, grad_scale, sent.order)
+        masters = [(stored.weight, here.weight)]
+        if sent.run.matrices is not None:
+            self._send_back([(stored.optimizer[MOMENTUM], here.optimizer[MOMENTUM])], last=False)
+        self._apply(sent.run, here, update)
+        lane.meter.add_interval(start, self._device.mark(timed=True), label=("products", sent.order))
+        if stored.remainder is not None:
+            assert here.remainder is not None
+            masters.append((stored.remainder, here.remainder))
+        self._send_back(masters, last=True)
+
+    def _send_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, last: bool) -> None:
+        """Copy to host memory what the products stream has made so far: pairs of a place there and its copy here.
+        `last`: the lease of the copies ends with these."""
+        made = self._device.mark()
+
+        def job() -> None:
+            self._down.wait(made, "products of matrices")
+            for stored, new in pairs:
+                stored.copy_(new, non_blocking=True)
+            if last:
+                assert self._copies is not None
+                self._copies.give_back(self._device.mark(host_waits=True))
+
+        self._down.submit(job)
 
     def _advanced(
-        self, run: _Run, here: StateBuffers, gradient: torch.Tensor, grad_scale: float, unit: Unit
+        self, run: _Run, here: StateBuffers, gradient: torch.Tensor, grad_scale: float, order: int
     ) -> torch.Tensor:
         """Advance the momentum, and return what `_apply` needs of it and the gradient."""
         if run.matrices is None:
             return gradient
-        return advance(here.optimizer[MOMENTUM], gradient, run.hyper, grad_scale, unit.order, run.items.start)
+        return advance(here.optimizer[MOMENTUM], gradient, run.hyper, grad_scale, order, run.items.start)
 
     def _apply(self, run: _Run, here: StateBuffers, update: torch.Tensor) -> None:
         """Apply the orthogonal update to the masters."""
@@ -191,14 +244,6 @@ class MatrixUpdates:
             factor = run.matrices.scale(self._scale)
         assert factor is not None
         apply(here.weight, here.remainder, update, factor, hyper)
-
-    def _back(self, stored: torch.Tensor, new: torch.Tensor) -> Marker:
-        """Copy what the current stream has made so far to host memory, on the stream down. -> the end of that."""
-        made = self._device.mark()
-        with self._device.on(self._down):
-            self._device.wait(made)
-            stored.copy_(new, non_blocking=True)
-            return self._device.mark(host_waits=True)
 
     def _sent(self, stored: torch.Tensor) -> torch.Tensor:
         """Return a copy on the accelerator; on the CPU accelerator it is the tensor itself."""

@@ -74,11 +74,14 @@ class UnitUpdate:
         moved, two_passes = 0, self.futures.two_passes
         if self.speculation is None or not self.speculation.end(self.step):
             moved = self._apply(lease, "weights" if two_passes else "whole")
+        self.updating.host.then(self.step, lambda: self._finish(lease))
+        return moved
+
+    def _finish(self, lease: SpanLease) -> None:
         self.futures.finish(lease.index)
         self.gradient.used()
-        if not two_passes:
+        if not self.futures.two_passes:
             lease.put_back()
-        return moved
 
     def _run_states(self, lease: SpanLease) -> int:
         moved = self._apply(lease, "states")
