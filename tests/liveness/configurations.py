@@ -31,6 +31,15 @@ TWO_PASSES = [
     replace(_MEMORY, name="two passes, all states read between steps", passes=2, between="all", steps=3),
 ]
 
+MATRICES = [
+    replace(_MEMORY, name="matrices, held", matrices=True, blocks=3, outer_units=1),
+    replace(_MEMORY, name="matrices, under backward", matrices=True, blocks=3, held=False, steps=3),
+    replace(_MEMORY, name="matrices, accumulation, all states read", matrices=True, accumulation=2, between="all"),
+    replace(_MEMORY, name="matrices, weights on SSD", matrices=True, weights_on_ssd=True, held=False),
+    replace(_MEMORY, name="matrices, two ranks", matrices=True, ranks=2),
+    replace(_MEMORY, name="matrices, closed", matrices=True, ending="close"),
+]
+
 _SPECULATIVE = replace(_MEMORY, speculates=True, clips_first=False)
 
 SPECULATIVE = [
@@ -232,6 +241,7 @@ if not HAS_SHARED_WEIGHTS:
 
 LARGER = [
     *TWO_PASSES,
+    *MATRICES,
     *SPECULATIVE,
     *IN_PARTS,
     *ON_SSD,

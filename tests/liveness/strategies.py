@@ -7,13 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 from liveness.scheduler import Choice, Scheduler
 
-LANES = ("compute", "ds_slide-h2d", "ds_slide-h2d of outer modules", "ds_slide-d2h", "ds_slide-update", "ds_slide-ssd")
+LANES = (
+    "compute",
+    "ds_slide-h2d",
+    "ds_slide-h2d of outer modules",
+    "ds_slide-d2h",
+    "ds_slide-update",
+    "ds_slide-ssd",
+    "ds_slide-products",
+    "ds_slide-d2h of matrices",
+)
 ORDERS: dict[str, tuple[str, ...]] = {
     # Each is the order of a machine on which one thing is slow.
-    "slow disk": ("compute", "d2h", "update", "h2d of outer modules", "h2d", "ssd"),
-    "slow compute": ("ssd", "update", "d2h", "h2d of outer modules", "h2d", "compute"),
-    "slow update": ("compute", "ssd", "d2h", "h2d of outer modules", "h2d", "update"),
-    "slow copies": ("compute", "ssd", "update", "h2d of outer modules", "d2h", "h2d"),
+    "slow disk": ("compute", "d2h", "update", "products", "d2h of matrices", "h2d of outer modules", "h2d", "ssd"),
+    "slow compute": ("ssd", "d2h of matrices", "products", "update", "d2h", "h2d of outer modules", "h2d", "compute"),
+    "slow update": ("compute", "ssd", "d2h", "h2d of outer modules", "h2d", "update", "products", "d2h of matrices"),
+    "slow copies": ("compute", "ssd", "update", "products", "h2d of outer modules", "d2h", "d2h of matrices", "h2d"),
 }
 
 

@@ -17,7 +17,8 @@ from ds_slide.config import SlideConfig
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 from ds_slide.model.structure import Precision, UnitSpec
 from ds_slide.optim.adamw import ADAMW
-from ds_slide.plan.allocations import PIECES_RING, Allocation
+from ds_slide.optim.muon import muon_rule
+from ds_slide.plan.allocations import MATRICES_UNDER_WAY, MATRIX_COPIES, PIECES_RING, Allocation
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Placement
 from ds_slide.plan.ssd_settings import SsdSettings
@@ -30,6 +31,7 @@ from liveness.weights import sharing_of
 CHUNK_NUMEL = 2048
 SMALL_NUMEL = 128
 EXPERTS, EXPERT_NUMEL = 8, 64
+MUON = muon_rule(frozenset({1}), {"gram": torch.float32}, {})
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Configuration:
     exchanges: bool = False
     """Blocks have a collective of their own, as with divided sequences."""
     only_rank_0_infers: bool = False
+    matrices: bool = False
+    """Muon updates the blocks, through copies that have bytes for one of them."""
     differ: bool = False
     """Each rank uses other blocks and outer modules in each micro-batch, and some micro-batches on one rank none."""
     fickle: bool = False
@@ -129,7 +133,8 @@ class Tiny(nn.Module):
         for order in range(configuration.units):
             unit = nn.Module()
             values = noise(numel if order in blocks else SMALL_NUMEL, 0.5 + order)
-            unit.register_parameter("weight", nn.Parameter(values.clone()))
+            shape = (8, -1) if configuration.matrices and order in blocks else (-1,)
+            unit.register_parameter("weight", nn.Parameter(values.clone().view(shape)))
             if configuration.experts and order in blocks:
                 experts = noise(EXPERTS * EXPERT_NUMEL, 2.5 + order).view(EXPERTS, 1, EXPERT_NUMEL)
                 unit.register_parameter("experts", nn.Parameter(experts.clone(), requires_grad=False))
@@ -156,7 +161,7 @@ def unit_plans(model: Tiny, configuration: Configuration, settings: RuntimeSetti
         infos = [
             ParameterInfo(
                 *(name, tuple(each.shape), each.numel()),
-                0 if settings.trains and name == "weight" else None,
+                int(configuration.matrices and not block) if settings.trains and name == "weight" else None,
                 of_experts=name == "experts",
             )
             for name, each in parameters.items()
@@ -188,8 +193,9 @@ def _plan(configuration: Configuration, units: Sequence[UnitPlan], settings: Run
 
 
 def _smaller(entry: Allocation) -> Allocation:
-    """Pieces of gradients that are as small for these units as they are for real ones."""
-    return dataclasses.replace(entry, nbytes=entry.nbytes // 4) if entry.what == PIECES_RING else entry
+    """Pieces of gradients that are as small for these units as they are for real ones, and copies of one matrix."""
+    parts = {PIECES_RING: 4, MATRIX_COPIES: MATRICES_UNDER_WAY}.get(entry.what, 1)
+    return dataclasses.replace(entry, nbytes=entry.nbytes // parts)
 
 
 def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
@@ -215,7 +221,8 @@ def _settings(configuration: Configuration, *, trains: bool) -> RuntimeSettings:
         accumulation_dtype=torch.float32,
         accumulates=configuration.accumulation > 1 and configuration.announced,
         clips=configuration.held,
-        rule=ADAMW if trains else None,
+        rule=None if not trains else MUON if configuration.matrices else ADAMW,
+        ranks=configuration.ranks,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from typing import Any
 
@@ -10,13 +9,16 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.adamw import AdamWHyper
+from ds_slide.optim.muon import MuonHyper, orthogonalized
+from ds_slide.optim.rule import Hyper, at_step
 from ds_slide.runtime.core.ranks import collectives
 from ds_slide.runtime.weights.experts import StreamedExperts
 from liveness.disk import names_of
 from liveness.scheduler import active
-from liveness.tiny import EXPERTS, Configuration, Tiny, build, noise
+from liveness.tiny import EXPERTS, MUON, Configuration, Tiny, build, noise
 
 HYPER = AdamWHyper(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+HYPER_OF_MATRICES = MuonHyper(MUON, lr=1e-2, momentum=0.9, weight_decay=0.1, method="gram")
 
 
 class Training:
@@ -61,14 +63,19 @@ class Training:
                 with torch.no_grad():
                     self._forward(with_backward=False)
 
-    def _hypers(self) -> list[AdamWHyper]:
-        return [dataclasses.replace(HYPER, step=self.runtime.step_count + 1)]
+    def _hypers(self) -> list[Hyper]:
+        hypers: list[Hyper] = [HYPER_OF_MATRICES, HYPER] if self.configuration.matrices else [HYPER]
+        return [at_step(each, self.runtime.step_count + 1) for each in hypers]
 
     def _step(self, *, clips: bool) -> None:
         runtime = self.runtime
         if runtime.parts.deferred:
-            norm = runtime.taking.square_sum() ** 0.5
-            runtime.step(self._hypers(), 1.0 / max(1.0, norm) if clips else 1.0)
+            norm, hypers = runtime.taking.square_sum() ** 0.5, self._hypers()
+            scale = 1.0 / max(1.0, norm) if clips else 1.0
+            if runtime.parts.context.settings.updates_in_step:
+                runtime.orthogonalize(hypers, scale)
+                hypers = orthogonalized(hypers, 1.0)
+            runtime.step(hypers, scale)
         else:
             runtime.taking.norm_on_device()
             runtime.step(self._hypers(), 1.0)
@@ -134,7 +141,7 @@ class Training:
             self._look(unit)
             for parameter, _ in unit.trainable:
                 values = noise(parameter.numel(), 7.0 * number + unit.order + 3 * self.rank)
-                parameter.grad = values.add(parameter.data, alpha=0.25)
+                parameter.grad = values.view_as(parameter).add(parameter.data, alpha=0.25)
             if unit.spec.kind == "block":
                 runtime.leave_backward(unit)
 
@@ -171,7 +178,8 @@ class Training:
     def _states_of(self, unit: Any) -> list[int]:
         self.runtime.access.settle(unit)
         whole = slice(0, unit.layout.trainable_numel)
-        return [_checksum(unit.state.read(name, whole)) for name in ("weight", "remainder", "exp_avg", "exp_avg_sq")]
+        states = ["momentum_buffer"] if unit.state.has("momentum_buffer") else ["exp_avg", "exp_avg_sq"]
+        return [_checksum(unit.state.read(name, whole)) for name in ("weight", "remainder", *states)]
 
 
 def _caches(runtime: Any, rank: int) -> str:
