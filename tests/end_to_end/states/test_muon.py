@@ -26,7 +26,9 @@ from harness import (
     train,
     unequal,
 )
-from moving import RandomMoves, movable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moving import RandomMoves, movable, promote
 from torch import nn
 
 from ds_slide.errors import SlideConfigError, SlideError
@@ -290,6 +292,38 @@ def test_states_move_to_the_gpu_and_back_with_the_same_bits(bits: str, clip: flo
     assert {order for moved in moves.made for order in moved.promoted} >= set(blocks)
     assert {order for moved in moves.made for order in moved.demoted} & set(blocks)
     assert differences(found, trained(slide, data, clip=clip)) == []
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "num_hidden_layers": st.integers(1, 4),
+            "intermediate_size": st.sampled_from([24, 64, 172, 400]),
+            "num_key_value_heads": st.sampled_from([1, 2, 4]),
+        }
+    ),
+    st.integers(1, 4),
+    st.sampled_from(["fp32", "bf16"]),
+    st.sampled_from([0.0, 0.5]),
+    st.integers(0, 99),
+)
+def test_no_number_of_copies_changes_a_bit(
+    sizes: dict[str, int], under_way: int, bits: str, clip: float, seed: int
+) -> None:
+    """Of matrices in host memory, with delays in each lane, beside matrices whose states are on the GPU."""
+    data, slide = text(4), WINDOW | {"state_dtype": bits}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds_slide.plan.allocations.MATRICES_UNDER_WAY", under_way)
+        delays = {"debug": {"lane_delay_ms": 1.0, "seed": seed}}
+        found = trained(slide | delays, data, model(**sizes), clip=clip)
+    with engine_for(own := model(**sizes), config(slide, clip=clip)) as engine:
+        runtime = engine.optimizer.runtime
+        assert promote(runtime, *movable(runtime)) is not None
+        assert all(unit.tier == "gpu" for unit in [unit.state.weights.buffer for unit in runtime.blocks])
+        expected = train(engine, data)
+        expected.states = states(own)
+    assert differences(found, expected) == []
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["from the GPU", "to the GPU"])
