@@ -247,8 +247,8 @@ class StepRecorder:
         """Begin the trace before the meters are read: they then count only the first chosen step."""
         # The marker is on an empty stream of its own: it is passed at once, without a wait.
         self._clock = Clock(self._device.mark(self._device.stream(), timed=True), time.perf_counter())
-        for lane, meter in self.meters.items():
-            meter.set_trace(trace.lanes[lane])
+        for lane, traced in trace.lanes.items():
+            self.meters[lane].set_trace(traced)
         self.stall.set_trace(trace.stall)
         self._waits.is_recording = True
         self.requests.set_trace(trace.requests)

@@ -215,7 +215,8 @@ def _trace(blueprint: Blueprint) -> Trace | None:
     if request is None:
         return None
     names = [unit_plan.spec.name for unit_plan in blueprint.unit_plans]
-    return Trace(request.of_rank(ranks.rank, ranks.world_size), names, STREAM_LANES, blueprint.device)
+    lanes = [lane for lane in STREAM_LANES if lane != PRODUCTS or isinstance(settings.rule, MuonRule)]
+    return Trace(request.of_rank(ranks.rank, ranks.world_size), names, lanes, blueprint.device)
 
 
 def _choices(blueprint: Blueprint) -> dict[str, object]:

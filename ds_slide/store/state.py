@@ -180,7 +180,7 @@ class SpanLease:
         )
 
     def put_back(self) -> None:
-        """End the lease after its update. Called by the update lane."""
+        """End the lease after its update. Called by the lane that ends it."""
         self.state.optimizer.put_back(self.index)
         self.state.written.put_back(self.span)
 

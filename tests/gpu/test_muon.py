@@ -10,6 +10,8 @@ import pytest
 
 STEPS = 12
 HOST_STATES = {"gpu_states": 0, "kernels": "off"}
+SOME, ALL = 30_000_000, 2_000_000_000
+"""Bytes of the GPU for states: of what is outside the blocks and three or four of eight blocks; of all units."""
 BY_UPDATE = {**HOST_STATES, "muon_norm": "update"}
 CLIPS = (0.0, 1.0)
 MUON: dict[str, Any] = {"optimizer": "Muon", "steps": STEPS, "slide": HOST_STATES}
@@ -23,15 +25,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "the same again": {},
     "window 4": {"window": 4},
     "delays": {"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 1}},
-    "other states on the GPU": {"gpu_states": "auto"},
+    "some states on the GPU": {"gpu_states": SOME, "debug": {"lane_delay_ms": 3.0, "seed": 2}},
+    "all states on the GPU": {"gpu_states": ALL},
+    "moves": {"window": 3},
+    "moves, delays": {"debug": {"lane_delay_ms": 3.0, "seed": 3}},
     "held gradients": {"defer_updates": True},
 }
 EXACT: dict[str, Any] = {**MUON, "steps": 6, "exact": True, "record": ["states"]}
-COMPARED = [*((name, "fp32") for name in VARIANTS), ("delays", "bf16")]
+COMPARED = [*((name, "fp32") for name in VARIANTS), ("delays", "bf16"), ("moves, delays", "bf16")]
+PLACES = {"host": HOST_STATES, "some on the GPU": {**HOST_STATES, "gpu_states": SOME}}
 HOT: list[dict[str, Any]] = [
-    {**MUON, "name": f"syncs, clip {clip:g}", "steps": 6, "clip": clip, "record": ["syncs"]} for clip in CLIPS
+    {**MUON, "name": f"syncs, clip {clip:g}, {place}", "steps": 6, "clip": clip, "record": ["syncs"], "slide": slide}
+    for clip in CLIPS
+    for place, slide in PLACES.items()
 ]
-MEMORY: dict[str, Any] = {**MUON, "name": "memory", "clip": 1.0, "record": ["memory"]}
+MEMORY: list[dict[str, Any]] = [
+    {**MUON, "name": f"memory, {place}", "clip": 1.0, "record": ["memory"], "slide": slide}
+    for place, slide in PLACES.items()
+]
 LOSS_TOLERANCE = 1.5e-3
 """Relative. On the processor 1.5e-4 at the most; clipping alone moves a loss by 2.5e-3."""
 WEIGHT_TOLERANCE = 0.3
@@ -41,7 +52,13 @@ WARM = STEPS // 2
 
 
 def exact(name: str, bits: str) -> dict[str, Any]:
-    return {**EXACT, "name": f"{name}, {bits}", "slide": {**REFERENCE, **VARIANTS.get(name, {}), "state_dtype": bits}}
+    moves = "moves" in name
+    return {
+        **EXACT,
+        "name": f"{name}, {bits}",
+        "moves": moves,
+        "slide": {**REFERENCE, **VARIANTS.get(name, {}), "state_dtype": bits},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +68,7 @@ def slide(run_scenarios: Callable[..., Any]) -> Any:
     short = {**MUON, **SAMPLED, "name": "short", "clip": 1.0, "slide": {**HOST_STATES, "state_dtype": "bf16"}}
     clients = [{**MUON, **SAMPLED, "name": each, "optimizer": each, "clip": 1.0} for each in CLIENTS]
     variants = [exact(*each) for each in [("reference", "fp32"), ("reference", "bf16"), *COMPARED]]
-    return run_scenarios([*beside, by_update, short, *clients, *variants, *HOT, MEMORY])
+    return run_scenarios([*beside, by_update, short, *clients, *variants, *HOT, *MEMORY])
 
 
 @pytest.fixture(scope="module")
@@ -107,15 +124,16 @@ def test_placement_changes_no_bit(variant: str, bits: str, slide: Any) -> None:
 
 
 @pytest.mark.needs_cuda
-@pytest.mark.parametrize("clip", CLIPS)
-def test_forward_and_backward_never_wait_for_the_gpu(clip: float, slide: Any) -> None:
-    result = slide[f"syncs, clip {clip:g}"]
+@pytest.mark.parametrize("name", [each["name"] for each in HOT])
+def test_forward_and_backward_never_wait_for_the_gpu(name: str, slide: Any) -> None:
+    result = slide[name]
     assert result["sees_item"] and result["sees_synchronize"], "the probe is blind"
     assert result["syncs"] == [], "\n\n".join("\n".join(place) for place in result["syncs"])
 
 
-def test_memory_does_not_grow(slide: Any) -> None:
-    samples = slide["memory"]["memory"]
+@pytest.mark.parametrize("place", PLACES)
+def test_memory_does_not_grow(place: str, slide: Any) -> None:
+    samples = slide[f"memory, {place}"]["memory"]
     courses = {key: {sample[key] for sample in samples[WARM:]} for key in samples[-1] if key != "host_resident"}
     assert any(key.startswith("engine_") for key in courses)
     assert {key: course for key, course in courses.items() if len(course) > 1} == {}

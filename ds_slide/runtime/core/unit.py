@@ -138,6 +138,8 @@ class Unit:
       belong to the compute stream.
     * they also belong to the update lane while the unit has a speculative update (`Speculating.of`). Other threads take
       that update back before they read or write them (`StateAccess.take_back`).
+    * where whole matrices are updated, the update lane hands its part on to the lanes of their products and copies,
+      which end the update (`ds_slide.runtime.updates.matrices`).
     * spare state buffers in `way_back` always belong to the update lane. It exchanges them with the buffers of `state`
       while it owns both. So another thread must not keep a view of a state buffer after its ownership ends, except a
       view that follows the exchange (`StateBuffer.view`).

@@ -61,7 +61,8 @@ class _Arrival:
 
 @dataclass
 class _InRing:
-    """A gradient in a ring buffer. The update lane, which alone uses it, gives it back after `left` more spans."""
+    """A gradient in a ring buffer. The lane that ends the update, which alone uses it, gives it back after `left` more
+    spans."""
 
     lease: BufferLease
     whole: torch.Tensor

@@ -26,7 +26,7 @@ from harness import (
     train,
     unequal,
 )
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from moving import RandomMoves, movable, promote
 from torch import nn
@@ -294,7 +294,7 @@ def test_states_move_to_the_gpu_and_back_with_the_same_bits(bits: str, clip: flo
     assert differences(found, trained(slide, data, clip=clip)) == []
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, phases=[Phase.generate])
 @given(
     st.fixed_dictionaries(
         {
