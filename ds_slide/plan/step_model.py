@@ -80,6 +80,12 @@ class Step:
         return max(0.0, self.step_s - self.lanes["compute"])
 
     @cached_property
+    def products_s(self) -> float:
+        """Seconds of that wait in which the GPU makes products of updates (Muon), wherever their states are. The other
+        products of a measured step lie beside its own work, and are in its time."""
+        return min(self.stall_s, self.lanes.get("products", 0.0))
+
+    @cached_property
     def busiest_s(self) -> float:
         """Busy seconds of the busiest lane beside the GPU and the disk."""
         return max((seconds for lane, seconds in self.lanes.items() if lane not in ("compute", "ssd")), default=0.0)
@@ -105,7 +111,7 @@ class Step:
         and each second that leaves the queue shortens the wait by a second until the wait is over: 7.6 B waited 0.32 s
         of 1.50, and 0.05 s of 1.24 when 12 of its 28 blocks had moved. Where the disk is busy for longer than the
         queue, the updates themselves wait for the disk. Where the copies to the GPU take longest, the GPU waits for
-        them.
+        them. Products of updates stay with the GPU.
         """
         fetching = self.lanes.get("h2d", 0.0)
         others = max((s for lane, s in self.lanes.items() if lane not in ("compute", "ssd", "h2d")), default=0.0)
@@ -118,7 +124,7 @@ class Step:
         if fetching > disk and fetching == self.busiest_s:
             gone = max(gone, fetching * (1.0 - change.fetches))
         return max(
-            computes + max(0.0, self.stall_s - gone),
+            computes + max(self.products_s, self.stall_s - gone),
             others * (1.0 - change.moved_share),
             fetching * change.fetches,
             disk * (1.0 - off_disk),

@@ -277,10 +277,12 @@ class Recorder:
 
 
 def move_states(engine: Any, step: int) -> None:
-    """Promote other units than in the last step, all and none of them among others."""
+    """Promote other units than in the last step, all that can move and none of them among others."""
+    from ds_slide.plan.movable import why_fixed
     from ds_slide.runtime.memory.tier_moves import move
 
-    orders = range(len(engine.optimizer.runtime.units))
+    plan = engine.optimizer.runtime.parts.plan
+    orders = [order for order in range(len(plan.units)) if why_fixed(plan, order) is None]
     chosen = (orders[::2], orders[1::2], orders, orders[:0])[step % 4]
     moved = move(engine.optimizer.runtime, frozenset(chosen))
     assert moved is not None and moved.no_room == ()

@@ -80,6 +80,19 @@ def test_updates_on_a_gpu_take_as_long_as_its_memory_does() -> None:
 SLOTS = Slots(count=19, least=4, nbytes=154 * 10**6, blocks=BLOCKS)
 
 
+def test_products_of_updates_stay_with_the_gpu() -> None:
+    """Muon of 3 B: states move until what is left of the wait hides behind the products, and activations get the
+    rest."""
+    stalled = Step("deferred", 1.09, {"compute": 0.59 + 0.16, "update": 0.6, "products": 0.19})
+    states = [replace(each, nbytes=int(0.62 * GB)) for each in STATES]
+    activations = [replace(each, nbytes=int(1.43 * GB), seconds=0.0045) for each in ACTIVATIONS]
+    with_products = choose(Offer(60 * GB, states, activations, stalled))
+    without = choose(Offer(60 * GB, states, activations, replace(stalled, lanes={**stalled.lanes, "products": 0.0})))
+    assert len(with_products.states) < len(without.states)
+    assert with_products.kept > without.kept
+    assert with_products.seconds > 0.59 + 0.19
+
+
 def test_slots_that_hide_no_fetch_give_way() -> None:
     assert len(choose(Offer(10 * GB, STATES, ACTIVATIONS, CLIPPED)).states) == 8
     choice = choose(Offer(10 * GB, STATES, ACTIVATIONS, CLIPPED, SLOTS))

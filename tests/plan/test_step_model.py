@@ -164,7 +164,7 @@ SCHEDULES: tuple[Schedule, ...] = ("under backward", "deferred", "two passes")
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    lanes = {lane: draw(amounts) for lane in ("compute", "update", "h2d", "d2h", "ssd")}
+    lanes = {lane: draw(amounts) for lane in ("compute", "update", "h2d", "d2h", "ssd", "products")}
     return Step(draw(st.sampled_from(SCHEDULES)), max(lanes.values()) + draw(amounts), lanes)
 
 
