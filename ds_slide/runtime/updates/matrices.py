@@ -154,8 +154,8 @@ class MatrixUpdates:
             stored.copy_(momentum, non_blocking=True)
             whole = self._ranks.gather(own, f"the update of {entry.name}", in_step=True)
             for place, some in matrices.together(self._most):
-                found = orthogonal(whole[place].view(some.shape), hyper.method, hyper.rule.dtypes[hyper.method])
-                whole[place] = found.reshape(-1).to(torch.float32).mul_(some.scale(self._scale))
+                found = self._orthogonal(whole[place], some, hyper)
+                whole[place] = found.to(torch.float32).mul_(some.scale(self._scale))
             start, stop = piece(entry, self._ranks.rank)
             update = whole[start:stop]
             norms.append(torch.linalg.vector_norm(update, dtype=torch.float64))
@@ -239,11 +239,17 @@ class MatrixUpdates:
         """Apply the orthogonal update to the masters."""
         hyper, factor = run.hyper, run.hyper.factor
         if run.matrices is not None:
-            shaped = update.view(run.matrices.shape)
-            update = orthogonal(shaped, hyper.method, hyper.rule.dtypes[hyper.method]).reshape(-1)
+            update = self._orthogonal(update, run.matrices, hyper)
             factor = run.matrices.scale(self._scale)
         assert factor is not None
         apply(here.weight, here.remainder, update, factor, hyper)
+
+    def _orthogonal(self, update: torch.Tensor, matrices: Matrices, hyper: MuonHyper) -> torch.Tensor:
+        """Return the flat orthogonal update. Its products have their own data type, also where a script calls
+        `engine.step()` under autocast."""
+        with torch.autocast(self._device.torch.type, enabled=False):
+            found = orthogonal(update.view(matrices.shape), hyper.method, hyper.rule.dtypes[hyper.method])
+        return found.reshape(-1)
 
     def _sent(self, stored: torch.Tensor) -> torch.Tensor:
         """Return a copy on the accelerator; on the CPU accelerator it is the tensor itself."""

@@ -280,6 +280,20 @@ def test_states_on_the_gpu_have_the_same_bits(case: str) -> None:
     assert one.norms == other.norms
 
 
+@pytest.mark.parametrize("slide", [{"gpu_states": 10_000_000}, {"muon_norm": "update"}], ids=str)
+def test_a_step_under_autocast_has_the_same_bits(slide: dict[str, Any]) -> None:
+    """Products on the thread of the script have their own data type."""
+    data, found = text(3), []
+    for enabled in (False, True):
+        with engine_for(own := model(), config(WINDOW | slide, clip=1.0)) as engine:
+            for batch in data:
+                engine.backward(engine(**batch).loss)
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    engine.step()
+            found.append(states(own))
+    assert unequal(*found) == []
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("bits", ["fp32", "bf16"])
 def test_states_move_to_the_gpu_and_back_with_the_same_bits(bits: str, clip: float) -> None:
