@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,22 @@ def test_a_checkpoint_goes_to_another_placement(first: bool, tmp_path: Path) -> 
     expected = trained(places[0], data, clip=1.0)
     assert found.losses == expected.losses[4:]
     assert unequal(found.states, expected.states) == []
+
+
+@pytest.mark.parametrize("under_way", [1, 3])
+def test_a_failure_of_the_products_ends_all_lanes(under_way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the update lane in a wait for room, and without."""
+
+    def fail(*_arguments: Any) -> None:
+        raise RuntimeError("a broken product")
+
+    monkeypatch.setattr("ds_slide.plan.allocations.MATRICES_UNDER_WAY", under_way)
+    with engine_for(model(), config(WINDOW)) as engine:
+        train(engine, text(1))
+        monkeypatch.setattr("ds_slide.runtime.updates.matrices.apply", fail)
+        with pytest.raises(SlideError, match="the products lane stopped with RuntimeError: a broken product"):
+            train(engine, text(2))
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ds_slide-")] == []
 
 
 def test_weights_on_ssd_have_the_same_bits(tmp_path: Path) -> None:
