@@ -21,23 +21,10 @@ import torch
 from kernel_clock import Clock, Work
 from step import accelerator_device
 
-from ds_slide.optim.muon import Method, iterated, matrices_of, orthogonal
+from ds_slide.optim.muon import Method, flop, iterated, matrices_of, orthogonal
 
 DTYPES: dict[Method, torch.dtype] = {"gram": torch.float16, "standard": torch.bfloat16}
 GEMM = 8192
-# Products of two squares of the smaller side in five iterations: z, the product, the next square.
-GRAM_SQUARES = 5 + 3 + 6
-# Products with the matrix itself: two squares, and the products before and after them.
-GRAM_WHOLE = 4
-
-
-def flop(shape: tuple[int, int, int], method: Method) -> float:
-    """Of the iterations over `shape` [count, rows, columns]."""
-    count, short, long = shape[0], min(shape[1:]), max(shape[1:])
-    whole, square = 2 * short * short * long, 2 * short**3
-    if method == "gram" and long > short:
-        return float(count * (GRAM_WHOLE * whole + GRAM_SQUARES * square))
-    return float(count * 5 * (2 * whole + square))
 
 
 def works_of(shape: tuple[int, int, int], method: Method, device: torch.device, deepspeed: bool) -> dict[str, Work]:

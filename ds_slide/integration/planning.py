@@ -162,9 +162,9 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
         notes.append("the model is in fp32, but times are those of products in bf16, which are several times as fast")
     steps = parsed.gradient_accumulation_steps
     set_optimizer_flags(parsed, model)  # it marks the parameters for Muon
-    rule, group_of = update_rules.with_groups(rule, model)
+    rule, group_of = update_rules.with_groups(rule, model, parsed.optimizer_params)
     if isinstance(rule, MuonRule):
-        notes.append("times leave out the products of Muon's updates, and count the rest as the CPU's")
+        notes.append("products of Muon's updates are counted at the rate of large products in bf16")
     settings = RuntimeSettings(
         slide,
         ssd_settings(slide, raw),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -53,7 +53,8 @@ def _muon(optimizer: Any) -> UpdateRule:
     adamw = frozenset(index for index, group in enumerate(groups) if not group["use_muon"])
     parameters = (parameter for group in groups for parameter in group["params"])
     heads = {each: each.muon_num_heads for each in parameters if getattr(each, "muon_num_heads", None)}
-    return muon_rule(adamw, _product_dtypes(), heads)
+    method: Any = next((group["ns_method"] for group in groups if group["use_muon"] and "ns_method" in group), "gram")
+    return muon_rule(adamw, _product_dtypes(), heads, method)
 
 
 def _product_dtypes() -> dict[str, torch.dtype]:
@@ -105,15 +106,18 @@ def asked_for(json_name: str | None, client_optimizer: Any) -> UpdateRule | None
     return None if found is None else found.rule(None)
 
 
-def with_groups(rule: UpdateRule, model: nn.Module) -> tuple[UpdateRule, dict[nn.Parameter, int]]:
+def with_groups(
+    rule: UpdateRule, model: nn.Module, settings: Mapping[str, Any] | None
+) -> tuple[UpdateRule, dict[nn.Parameter, int]]:
     """Return the rule and the groups of the trainable parameters that an optimizer would have, as DeepSpeed makes it
-    from the JSON: one group, and a second one beside Muon's. The parameters have DeepSpeed's marks."""
+    from the JSON: one group, and a second one beside Muon's. The parameters have DeepSpeed's marks. `settings`:
+    "optimizer.params"."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if rule.name != "Muon":
         return rule, dict.fromkeys(trainable, 0)
     marked = [parameter for parameter in trainable if getattr(parameter, "use_muon", False)]
     group_of = dict.fromkeys(trainable, 1) | dict.fromkeys(marked, 0)
-    groups = [{"use_muon": True, "params": marked}, {"use_muon": False, "params": []}]
+    groups = [{**(settings or {}), "use_muon": True, "params": marked}, {"use_muon": False, "params": []}]
     return _muon(SimpleNamespace(param_groups=groups)), group_of
 
 

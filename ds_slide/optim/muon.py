@@ -76,6 +76,8 @@ class MuonRule(UpdateRule):
     adamw_groups: frozenset[int] = frozenset()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     heads: Mapping[nn.Parameter, int] = field(default_factory=dict)
+    method: Method = "gram"
+    """The method that a plan counts."""
 
     def of_group(self, group: int) -> UpdateRule:
         return ADAMW if group in self.adamw_groups else self
@@ -83,13 +85,19 @@ class MuonRule(UpdateRule):
     def largest_matrix(self, shapes: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> int:
         return max((math.prod(self.matrices(*each).shape[1:]) for each in shapes), default=0)
 
+    def product_flop(self, shapes: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> int:
+        return sum(flop(self.matrices(*each).shape, self.method) for each in shapes)
+
     def matrices(self, parameter: nn.Parameter, shape: Sequence[int]) -> Matrices:
         """Return what the iteration sees of a parameter of this shape."""
         return matrices_of(shape, self.heads.get(parameter))
 
 
 def muon_rule(
-    adamw_groups: frozenset[int], dtypes: Mapping[str, torch.dtype], heads: Mapping[nn.Parameter, int]
+    adamw_groups: frozenset[int],
+    dtypes: Mapping[str, torch.dtype],
+    heads: Mapping[nn.Parameter, int],
+    method: Method = "gram",
 ) -> MuonRule:
     """Return the rule of an optimizer with these parameter groups."""
     rule: MuonRule
@@ -123,6 +131,7 @@ def muon_rule(
         adamw_groups=adamw_groups,
         dtypes=dtypes,
         heads=heads,
+        method=method,
     )
     return rule
 
@@ -183,6 +192,17 @@ def orthogonal(update: torch.Tensor, method: Method, dtype: torch.dtype) -> torc
     norm = x.norm(dim=(-2, -1), keepdim=True) + 1e-7
     x = iterated(torch.div(x, norm, out=torch.empty_like(x, dtype=dtype)), method)
     return x.mT if tall else x
+
+
+def flop(shape: tuple[int, int, int], method: Method) -> int:
+    """Return the FLOP of the iterations over matrices [count, rows, columns]."""
+    count, short, long = shape[0], min(shape[1:]), max(shape[1:])
+    whole, square = 2 * short * short * long, 2 * short**3
+    if method == "gram" and long > short:
+        # Products with the matrix itself: two squares, and the products before and after them. Products of two squares
+        # of its smaller side, in five iterations: z, the product, the next square.
+        return count * (4 * whole + (5 + 3 + 6) * square)
+    return count * 5 * (2 * whole + square)
 
 
 def iterated(x: torch.Tensor, method: Method) -> torch.Tensor:

@@ -145,6 +145,10 @@ class UpdateRule:
         `shapes`: of trained parameters."""
         return 0
 
+    def product_flop(self, shapes: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> int:  # noqa: ARG002
+        """Return the FLOP of the products of a step over such matrices, on the accelerator. `shapes`: as before."""
+        return 0
+
     def beside(self, members: Sequence[Member]) -> int:  # noqa: ARG002
         """Return the bytes that the rule keeps for parameters outside of its state buffers."""
         return 0

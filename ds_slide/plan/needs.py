@@ -32,6 +32,8 @@ class UnitSize:
     largest_matrix: int = 0
     """Elements of the largest matrix that its update takes as a whole, on the accelerator; 0: it is updated element by
     element."""
+    product_flop: int = 0
+    """FLOP of the products of these matrices in an update, which the accelerator makes wherever the states are."""
 
     @property
     def is_outer(self) -> bool:

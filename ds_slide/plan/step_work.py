@@ -7,12 +7,14 @@ are updated first stay for good, in the buffers that no chunk on its way takes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_slide.plan.allocations import BLOCK_RING, CHUNK_BUFFERS, is_gathered, streamed, undo_bytes
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import UnitSize, has_experts_in_parts, held_bytes
+from ds_slide.plan.operations import Operation
 from ds_slide.plan.rates import Rates
 from ds_slide.plan.step_model import Work
 from ds_slide.plan.trace import Segment, StepTrace
@@ -30,13 +32,15 @@ chunks 117 of 120 and all of 197 were read (2026-11-21_nvidia-h200_ssd-1.5b_huge
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Bytes of one unit that a step moves. `again`: bytes that each further forward and backward fetches. `encoded`,
+    """Bytes of one unit that a step moves. `again`: bytes that each further forward and backward fetches. `update`: by
+    the CPU. `matrices`: up for an update on the GPU, before the new weights; no more bytes come down. `encoded`,
     `applied`: bytes that its codec moves on the GPU."""
 
     up: int = 0
     again: int = 0
     down: int = 0
     update: int = 0
+    matrices: int = 0
     held: int = 0
     undo: int = 0
     read: int = 0
@@ -53,15 +57,20 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
     again = frozenset(passing[: max(0, len(passing) - placement.window)])
     on_ssd = StatesOnSsd.of(plan)
     units = [_bytes_of(plan, index, on_ssd, again, micro_batches) for index in range(len(plan.units))]
-    updated = [index for index, unit in enumerate(units) if unit.update]
-    outer = [index for index in updated if plan.units[index].is_outer]
-    on_gpu = [plan.units[index] for index in placement.on_gpu | placement.promoted]
     ways_back = placement.ways_back - placement.promoted
     # Seconds of the GPU's work by segment, and of the host's launches in all.
     forward, backward = ([rates.seconds(each.operations) for each in part] for part in (trace.forward, trace.backward))
     launched = [sum(rates.launches(each.operations) for each in part) for part in (trace.forward, trace.backward)]
     # Rates of the CPU, the disk and the link, and bytes of the disk.
     update, ssd = BESIDE_COPIES * rates.update, rates.ssd or 1.0
+    update_s = [
+        unit.update / update + ((unit.matrices + unit.up) / rates.both_ways if unit.matrices else 0.0) for unit in units
+    ]
+    updated = [index for index, seconds in enumerate(update_s) if seconds]
+    outer = [index for index in updated if plan.units[index].is_outer]
+    of_matrices = [index for index, unit in enumerate(plan.units) if unit.product_flop]
+    on_gpu = [plan.units[index] for index in placement.on_gpu | placement.promoted | {*of_matrices}]
+    products = Operation("product", sum(unit.product_flop for unit in plan.units), 0)
     link = rates.both_ways if any(unit.again for unit in units) else rates.d2h
     states = sum(unit.read + unit.written for unit in units)
     inputs = trace.on_ssd_bytes * micro_batches
@@ -70,19 +79,23 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
     def bytes_of(what: str, which: Collection[int] | None = None) -> int:
         return sum(getattr(units[index], what) for index in (range(len(units)) if which is None else which))
 
+    def seconds_of(which: Collection[int]) -> float:
+        return sum(update_s[index] for index in which)
+
     return Work(
         forward=max(sum(forward), launched[0]),
         backward=max(sum(backward) + bytes_of("encoded") / rates.copy, launched[1]),
         launched=launched[0],
         micro_batches=micro_batches,
-        gpu_update=(sum(map(update_bytes, on_gpu)) + bytes_of("applied")) / rates.copy,
+        gpu_update=(sum(map(update_bytes, on_gpu)) + bytes_of("applied")) / rates.copy
+        + (rates.seconds(Counter([products])) if of_matrices else 0.0),
         up=bytes_of("up") / rates.h2d,
         again=bytes_of("again") / rates.h2d,
         down=bytes_of("down") / link,
-        update=bytes_of("update") / update,
-        begun=max((units[index].update for index in updated if index not in outer), default=0) / update,
+        update=sum(update_s),
+        begun=max((update_s[index] for index in updated if index not in outer), default=0.0),
         holding=sum(2 * unit.held + unit.down for unit in units if unit.held) / update,
-        ahead=bytes_of("update", ways_back) / update,
+        ahead=seconds_of(ways_back),
         undo=bytes_of("undo") / update,
         ssd=states / ssd,
         ssd_ahead=on_ssd.ahead / ssd,
@@ -91,8 +104,8 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
         inputs_ssd=trace.on_ssd_bytes / ssd,
         lead=_through(trace.backward, backward, updated, first=True),
         reach=_through(trace.backward, backward, updated, first=False),
-        outer=bytes_of("update", outer) / update,
-        outer_last=bytes_of("update", _behind_blocks(trace.backward, plan, outer)) / max(1, bytes_of("update", outer)),
+        outer=seconds_of(outer),
+        outer_last=seconds_of(_behind_blocks(trace.backward, plan, outer)) / (seconds_of(outer) or 1.0),
         outer_copies=bytes_of("down", outer) / link + bytes_of("up", outer) / rates.h2d,
         from_first=_from(trace.forward, forward, updated, first=True),
         behind=_from(trace.forward, forward, updated, first=False),
@@ -127,7 +140,8 @@ def _bytes_of(plan: Plan, index: int, on_ssd: StatesOnSsd, again: Collection[int
         up=up,
         again=up if index in again else in_parts * unit.weight_bytes,
         down=unit.codec.nbytes,
-        update=update_bytes(unit),
+        update=0 if unit.product_flop else update_bytes(unit),
+        matrices=unit.codec.nbytes + unit.share + unit.state_bytes if unit.product_flop else 0,
         held=held,
         undo=undo_bytes(unit, needs) if index in placement.undo_logs else 0,
         read=read,

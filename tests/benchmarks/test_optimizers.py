@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import copy
 
-import newton_schulz
 import optimizers
 import pytest
 import settings
 import torch
 from settings import Setting
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from trainers import Sizes, TorchTrainer, deepspeed_config
-
-from ds_slide.optim.muon import Method, iterated
 
 
 def test_options_give_the_setting_back() -> None:
@@ -55,11 +51,3 @@ def test_each_trains_alone(name: str) -> None:
         trainer.backward(model["proj"](model["embed"](torch.arange(8))).square().sum())
         trainer.step()
     assert all(not torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("shape", [(1, 24, 64), (1, 32, 32), (2, 16, 40)], ids=str)
-@pytest.mark.parametrize("method", ["gram", "standard"])
-def test_the_bound_counts_the_products(method: Method, shape: tuple[int, int, int]) -> None:
-    with FlopCounterMode(display=False) as counter:
-        iterated(torch.randn(shape), method)
-    assert newton_schulz.flop(shape, method) == counter.get_total_flops()

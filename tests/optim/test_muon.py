@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.muon import original_muon
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_slide.errors import SlideConfigError
-from ds_slide.optim.muon import Method, matrices_of, muon_rule, orthogonal
+from ds_slide.optim.muon import Method, flop, iterated, matrices_of, muon_rule, orthogonal
 
 METHODS: tuple[Method, ...] = ("gram", "standard")
 SHAPES = [(1, 24, 64), (1, 64, 24), (1, 32, 32), (3, 16, 40)]
@@ -82,3 +83,11 @@ def test_hyper_parameters_out_of_range_are_refused(name: str, value: Any) -> Non
     group = {"use_muon": True, "lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram", name: value}
     with pytest.raises(SlideConfigError, match=f"'{name}' is {value}"):
         muon_rule(frozenset(), {}, {}).hyper_of(group, 1, None)
+
+
+@pytest.mark.parametrize("shape", [(1, 24, 64), (1, 32, 32), (2, 16, 40)], ids=str)
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_the_flop_are_those_of_the_products(method: Method, shape: tuple[int, int, int]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        iterated(torch.randn(shape), method)
+    assert flop(shape, method) == counter.get_total_flops()

@@ -206,6 +206,14 @@ class UnitPlan:
     def size(self, settings: RuntimeSettings) -> UnitSize:
         """Return the description of the unit for the plan."""
         held, rule = settings.held_of(self.spec.precision), self.rule(settings)
+        shapes = [
+            (p, entry.shape)
+            for p, entry in zip(self.parameters, self.layout.entries, strict=True)
+            if entry.group is not None
+        ]
+        largest = 0 if rule is None else rule.largest_matrix(shapes)
+        if largest and settings.updates_in_step:
+            largest = max(math.prod(shape) for _, shape in shapes)  # an update takes a parameter as a whole
         return UnitSize(
             self.spec.name,
             self.layout,
@@ -216,19 +224,9 @@ class UnitPlan:
             self.passing_numel,
             0 if held is None else held.itemsize,
             client_bytes=0 if rule is None else rule.beside(self.members),
-            largest_matrix=0 if rule is None else self._largest_matrix(settings, rule),
+            largest_matrix=largest,
+            product_flop=0 if rule is None else rule.product_flop(shapes),
         )
-
-    def _largest_matrix(self, settings: RuntimeSettings, rule: UpdateRule) -> int:
-        """Return the elements that an update takes as a whole: a matrix, or a parameter if the step computes the
-        updates."""
-        of_each = [
-            (p, entry.shape)
-            for p, entry in zip(self.parameters, self.layout.entries, strict=True)
-            if entry.group is not None
-        ]
-        largest = rule.largest_matrix(of_each)
-        return max(math.prod(shape) for _, shape in of_each) if largest and settings.updates_in_step else largest
 
     @property
     def members(self) -> list[Member]:
