@@ -13,6 +13,7 @@ import two_ranks
 from client_ranks_worker import masters_of, train
 from deepspeed.utils import safe_get_full_optimizer_state
 from harness import engine_for
+from moving import RandomMoves
 from small_parameters_worker import OddModel, batches
 
 from ds_slide.errors import SlideConfigError
@@ -61,6 +62,18 @@ def run(slide: dict[str, Any] | None, clip: float, rank: int) -> dict[str, torch
         return states(engine)
 
 
+def moved(clip: float, rank: int) -> dict[str, torch.Tensor]:
+    """Other units have their states on the GPU in every step."""
+    moves = RandomMoves(2)
+    with engine_for(OddModel(), config({"window": 2}, clip)) as engine:
+        for batch in batches():
+            moves.move(engine.optimizer.runtime)
+            train(engine, rank, [batch])
+        assert any(each is not None and each.promoted for each in moves.made)
+        assert any(each is not None and each.demoted for each in moves.made)
+        return states(engine)
+
+
 def resumed(rank: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The states of a run, and of one that goes on from its checkpoint."""
     data, settings = batches(), config({"window": 2, "state_dtype": "bf16"}, 0.05)
@@ -88,6 +101,7 @@ def main(rank: int, folder: Path) -> None:
     with two_ranks.as_rank(rank, folder) as seen, torch.compiler.set_stance("force_eager"):
         for name, (slide, clip) in RUNS.items():
             seen[name] = run(slide, clip, rank)
+        seen["moved"] = moved(RUNS["clipped"][1], rank)
         seen["resumed"] = resumed(rank, folder)
         seen["refusal"] = refusal()
 

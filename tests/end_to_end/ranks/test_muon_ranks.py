@@ -82,6 +82,11 @@ def test_states_on_the_gpu_have_the_same_bits(name: str, seen: list[dict[str, An
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+def test_states_that_move_have_the_same_bits(seen: list[dict[str, Any]]) -> None:
+    for results in seen:
+        assert all(torch.equal(results["moved"][key], value) for key, value in results["clipped"].items())
+
+
 def test_a_resumed_run_of_two_ranks_continues_to_the_bit(seen: list[dict[str, Any]]) -> None:
     for results in seen:
         expected, found = results["resumed"]

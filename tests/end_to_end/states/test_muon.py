@@ -35,6 +35,7 @@ from torch import nn
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.planning import plan_json
 from ds_slide.optim.muon import orthogonal
+from ds_slide.plan.allocations import MATRIX_COPIES, MATRIX_PRODUCTS, whole_pieces
 from ds_slide.plan.forecast import Room
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -488,6 +489,24 @@ def test_the_plan_has_at_most_nine_and_eleven_bytes_a_parameter() -> None:
         }
         assert numel == 64 * (64 + 32 + 32 + 64 + 3 * 172)
         assert most - 1.2 < sum(each.nbytes for each in own) / numel < most
+
+
+def test_the_plan_has_the_bytes_of_the_copies_and_of_the_products() -> None:
+    """Copies of three of the largest matrix, gradient, master and momentum. Products where matrices are updated: on the
+    update lane's side, on the compute thread's, or on both."""
+    largest = 64 * 172
+    copies = 3 * (3 * whole_pieces(2 * largest) + whole_pieces(4 * largest))
+    with engine_for(model(), config(WINDOW)) as engine:
+        parts = engine.optimizer.runtime.parts
+        assert (parts.plan.entry(MATRIX_COPIES).nbytes, parts.plan.entry(MATRIX_COPIES).tier) == (copies, "gpu")
+        assert parts.plan.entry(MATRIX_PRODUCTS).nbytes == 16 * largest
+        promote(engine.optimizer.runtime, *movable(engine.optimizer.runtime))
+        assert parts.plan.entry(MATRIX_COPIES).nbytes == copies  # they may come back
+        assert parts.plan.entry(MATRIX_PRODUCTS).nbytes == 2 * 16 * largest
+    with engine_for(model(), config(WINDOW | {"gpu_states": 10_000_000})) as engine:
+        plan = engine.optimizer.runtime.parts.plan
+        assert MATRIX_COPIES not in {each.what for each in plan.allocations}
+        assert plan.entry(MATRIX_PRODUCTS).nbytes == 16 * largest
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
