@@ -33,7 +33,7 @@ chunks 117 of 120 and all of 197 were read (2026-11-21_nvidia-h200_ssd-1.5b_huge
 @dataclass(frozen=True)
 class _Bytes:
     """Bytes of one unit that a step moves. `again`: bytes that each further forward and backward fetches. `update`: by
-    the CPU. `matrices`: up for an update on the GPU, before the new weights; no more bytes come down. `encoded`,
+    the CPU. `matrices`: up for an update on the GPU, with the new weights; fewer bytes come down. `encoded`,
     `applied`: bytes that its codec moves on the GPU."""
 
     up: int = 0
@@ -63,14 +63,9 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
     launched = [sum(rates.launches(each.operations) for each in part) for part in (trace.forward, trace.backward)]
     # Rates of the CPU, the disk and the link, and bytes of the disk.
     update, ssd = BESIDE_COPIES * rates.update, rates.ssd or 1.0
-    update_s = [
-        unit.update / update + ((unit.matrices + unit.up) / rates.both_ways if unit.matrices else 0.0) for unit in units
-    ]
+    update_s = [unit.update / update + unit.matrices / rates.both_ways for unit in units]
     updated = [index for index, seconds in enumerate(update_s) if seconds]
     outer = [index for index in updated if plan.units[index].is_outer]
-    of_matrices = [index for index, unit in enumerate(plan.units) if unit.product_flop]
-    on_gpu = [plan.units[index] for index in placement.on_gpu | placement.promoted | {*of_matrices}]
-    products = Operation("product", sum(unit.product_flop for unit in plan.units), 0)
     link = rates.both_ways if any(unit.again for unit in units) else rates.d2h
     states = sum(unit.read + unit.written for unit in units)
     inputs = trace.on_ssd_bytes * micro_batches
@@ -87,8 +82,7 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
         backward=max(sum(backward) + bytes_of("encoded") / rates.copy, launched[1]),
         launched=launched[0],
         micro_batches=micro_batches,
-        gpu_update=(sum(map(update_bytes, on_gpu)) + bytes_of("applied")) / rates.copy
-        + (rates.seconds(Counter([products])) if of_matrices else 0.0),
+        gpu_update=_gpu_update_s(plan, rates) + bytes_of("applied") / rates.copy,
         up=bytes_of("up") / rates.h2d,
         again=bytes_of("again") / rates.h2d,
         down=bytes_of("down") / link,
@@ -118,6 +112,14 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
     )
 
 
+def _gpu_update_s(plan: Plan, rates: Rates) -> float:
+    """Return the seconds of updates on the GPU: of states that are there, and of matrices wherever their states are."""
+    there = plan.placement.on_gpu | plan.placement.promoted
+    units = [unit for index, unit in enumerate(plan.units) if index in there or unit.product_flop]
+    products = Counter(Operation("product", unit.product_flop, 0) for unit in units if unit.product_flop)
+    return sum(map(update_bytes, units)) / rates.copy + rates.seconds(products)
+
+
 def _bytes_of(plan: Plan, index: int, on_ssd: StatesOnSsd, again: Collection[int], micro_batches: int) -> _Bytes:
     """Return what a step moves of a unit. `again`: blocks that are fetched in each forward and backward."""
     unit, placement, needs = plan.units[index], plan.placement, plan.needs
@@ -141,7 +143,7 @@ def _bytes_of(plan: Plan, index: int, on_ssd: StatesOnSsd, again: Collection[int
         again=up if index in again else in_parts * unit.weight_bytes,
         down=unit.codec.nbytes,
         update=0 if unit.product_flop else update_bytes(unit),
-        matrices=unit.codec.nbytes + unit.share + unit.state_bytes if unit.product_flop else 0,
+        matrices=unit.codec.nbytes + unit.share + unit.state_bytes + up if unit.product_flop else 0,
         held=held,
         undo=undo_bytes(unit, needs) if index in placement.undo_logs else 0,
         read=read,
