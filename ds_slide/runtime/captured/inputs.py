@@ -92,8 +92,8 @@ class Place:
     """A tensor that recordings read. It is filled before each replay. Backwards read it, too: it keeps its contents
     while a forward that has read them waits for its backward."""
 
-    def __init__(self, like: torch.Tensor) -> None:
-        self.tensor = torch.empty_like(like.detach())  # with its strides, unless elements share their memory
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
         self._source: weakref.ref[torch.Tensor] | None = None
         self._versions = 0, 0
         self._readers: weakref.WeakSet[Token] = weakref.WeakSet()
@@ -119,18 +119,31 @@ class Place:
 
 
 class SharedPlaces:
-    """Places of inputs without a gradient, which most blocks get alike: position embeddings, masks. Models with two
-    kinds of layers have two masks of one shape, and so two places."""
+    """Places that the blocks of one shape share: of the gradients of results, and of inputs without a gradient, which
+    most blocks get alike (position embeddings, masks). Models with two kinds of layers have two masks of one shape, and
+    so two places."""
 
     def __init__(self) -> None:
         self._places: dict[Any, list[Place]] = {}
+        self._gradients: dict[Any, torch.Tensor] = {}
 
     def of(self, index: int, tensor: torch.Tensor) -> Place:
         """Return a place that may take the leaf `index` of a call."""
         places = self._places.setdefault((index, tensor.shape, tensor.stride(), tensor.dtype, tensor.device), [])
         found = next((each for each in places if each.may_take(tensor)), None)
         if found is None:
-            places.append(found := Place(tensor))
+            # with its strides, unless elements share their memory
+            places.append(found := Place(torch.empty_like(tensor.detach())))
+        return found
+
+    def of_gradients(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the places where backwards read the gradients of `results`. Blocks with results alike share them."""
+        found = []
+        for number, each in enumerate(results):
+            key = number, each.shape, each.dtype
+            if key not in self._gradients:
+                self._gradients[key] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+            found.append(self._gradients[key])
         return found
 
     def forget(self) -> None:
@@ -138,6 +151,3 @@ class SharedPlaces:
         for places in self._places.values():
             for each in places:
                 each.forget()
-
-    def clear(self) -> None:
-        self._places.clear()

@@ -213,18 +213,9 @@ class SpareMemory:
             if lacks_margin and looks.step > looks.latest + 1:  # torch makes room in the step after a decision
                 self.room.widen_margin()
         self._peak = self.need.peak
-        self._end_step_of_captures(forwards)
-
-    def _end_step_of_captures(self, forwards: int) -> None:
-        """Let recordings of blocks begin, stay or go. Recordings begin when the use of memory has been decided."""
-        latest, kept = self._context.recorder.latest, self.activations.kept_bytes
-        if latest is None or not forwards:
-            return
-        looks, shape = self._looks, self.need.under_way
-        room = self.room.of(shape) - kept
-        is_settled = looks.step > LOOKS[-1] and not looks.coming & {looks.step + 1, looks.step + 2}
-        gradients = self.activations.costs.gradient_bytes
-        self.activations.captures.end_step(latest.step_s, room, kept, gradients, is_settled=is_settled)
+        if forwards:  # recordings begin when the use of memory has been decided
+            is_settled = looks.step > LOOKS[-1] and not looks.coming & {looks.step + 1, looks.step + 2}
+            self.activations.captures.end_step(is_settled=is_settled)
 
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of `forwards` forwards."""

@@ -12,8 +12,8 @@ from activation_runs import CASES, MODELS, SCHEDULES, config_of, layers_of, llam
 from harness import Batch, Result, batches, differences, engine_for, states_of, train
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.captured.captures import STEADY, Phase
 from ds_slide.runtime.captured.graphs import Graph
+from ds_slide.runtime.captured.shapes import STEADY
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
 pytest.importorskip("transformers")
@@ -71,25 +71,26 @@ def test_replayed_blocks_have_the_same_bits(name: str, schedule: str, replays: l
     assert len(replays) == 2 * blocks * count * (STEPS - RECORDING + 1)
 
 
-def test_another_shape_frees_the_recordings() -> None:
-    """They begin anew, after a longer pause, where batches have one shape again."""
-    data = [*batches(STEPS), *batches(1, seed=2, length=16), *batches(2 * STEADY + 2, seed=3)]
-    phases: list[tuple[Phase, int]] = []
+def test_each_shape_that_comes_often_has_recordings() -> None:
+    """Batches of another shape leave them alone."""
+    lengths = [32] * STEPS + [16, 32, 16, 24, 16, 16, 32, 16, 24]
+    data = [each for number, length in enumerate(lengths) for each in batches(1, seed=number, length=length)]
+    replayed: list[tuple[int, int]] = []
 
     def training(engine: Any) -> Result:
         result = Result()
         for batch in data:
             result.losses += train(engine, [batch]).losses
-            phases.append((captures_of(engine).phase, len(captures_of(engine).recorded)))
+            captures = captures_of(engine)
+            replayed.append((len(captures.recorded), len(captures.shapes.recorded)))
         return result
 
     expected, result = both(training)
     assert differences(result, expected) == []
-    phases = phases[len(data) :]
-    assert phases[STEPS - 1] == (Phase.KEPT, 6)
-    assert phases[STEPS] == (Phase.WAITING, 0)
-    assert phases[STEPS + 2 * STEADY] == (Phase.RECORDING, 0)
-    assert phases[STEPS + 2 * STEADY + 1] == (Phase.TRYING, 6)
+    replayed = replayed[len(data) :]
+    assert replayed[: RECORDING - 1] == [(0, 0)] * (RECORDING - 1)
+    assert replayed[RECORDING - 1 : STEPS] == [(6, 1)] * (STEPS - RECORDING + 1)
+    assert replayed[STEPS:] == [(0, 1), (6, 1), (0, 1), (0, 1), (0, 1), (6, 2), (6, 2), (6, 2), (0, 2)]
 
 
 def two_forwards(engine: Any) -> Result:

@@ -73,8 +73,8 @@ class Captured:
             state.before()
         memory = memory or Memory(Device(torch.device("cpu")), None)
         modules = list(self.module.modules())
-        index = memory.stack.pushed
-        self.block = CapturedBlock(modules, "block", state, memory, shared or SharedPlaces(), index, copies=False)
+        place = 0, memory.stack.pushed
+        self.block = CapturedBlock(modules, "block", state, memory, shared or SharedPlaces(), place, copies=False)
 
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
         function = functools.partial(type(self.module).forward, self.module, **kwargs)
@@ -197,7 +197,7 @@ def test_another_mask_does_not_reach_a_graph_that_waits() -> None:
     """Only the first block waits, so the second one might be replayed."""
     memory, shared = Memory(Device(torch.device("cpu")), None), SharedPlaces()
     first, second = (Captured(shared=shared, memory=memory) for _ in range(2))
-    second.block._index = 1
+    second.block._place = 0, 1
     result = first.run(hidden(), SCALE)
     result = second.run(result, SCALE)
     result.sum().backward()

@@ -20,7 +20,7 @@ def test_no_forward_overwrites_tensors_of_one_that_waits(events: list[tuple[bool
     stack, waiting = Stack(), []
     for begins, number in events:
         if begins:
-            token: Token | None = stack.push(number)
+            token: Token | None = stack.push(0, number)
             assert (token is None) == any(each.index >= number for each in waiting)
             if token is not None:
                 waiting.append(token)

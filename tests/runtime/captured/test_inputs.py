@@ -74,35 +74,35 @@ def test_a_call_without_a_gradient_is_not_recorded() -> None:
 
 
 def test_a_place_has_the_newest_contents() -> None:
-    source, place = torch.zeros(3), Place(ONE)
+    source, place = torch.zeros(3), Place(torch.empty_like(ONE))
     for value in (1.0, 2.0):
         source.fill_(value)
-        place.fill(source, Token(0))
+        place.fill(source, Token(0, 0))
         assert place.tensor.tolist() == [value] * 3
     source.data.fill_(3.0)  # no new version
     place.forget()
-    place.fill(source, Token(0))
+    place.fill(source, Token(0, 0))
     assert place.tensor.tolist() == [3.0] * 3
 
 
 def test_a_tensor_with_the_place_of_another_in_memory_is_not_taken_for_it() -> None:
-    place, source = Place(ONE), torch.full((3,), 1.0)
-    place.fill(source, Token(0))
+    place, source = Place(torch.empty_like(ONE)), torch.full((3,), 1.0)
+    place.fill(source, Token(0, 0))
     del source
-    place.fill(torch.full((3,), 2.0), Token(0))
+    place.fill(torch.full((3,), 2.0), Token(0, 0))
     assert place.tensor.tolist() == [2.0] * 3
 
 
 def test_a_place_that_a_recording_has_written_is_filled_again() -> None:
-    place = Place(ONE)
-    place.fill(ONE, Token(0))
+    place = Place(torch.empty_like(ONE))
+    place.fill(ONE, Token(0, 0))
     place.tensor.zero_()
-    place.fill(ONE, Token(0))
+    place.fill(ONE, Token(0, 0))
     assert place.tensor.tolist() == [1.0] * 3
 
 
 def test_a_place_is_kept_for_a_backward_that_waits() -> None:
-    place, reader = Place(ONE), Token(0)
+    place, reader = Place(torch.empty_like(ONE)), Token(0, 0)
     place.fill(ONE, reader)
     assert place.may_take(ONE) and not place.may_take(OTHER)
     del reader
@@ -110,7 +110,7 @@ def test_a_place_is_kept_for_a_backward_that_waits() -> None:
 
 
 def test_tensors_alike_share_a_place_while_they_have_one_content() -> None:
-    places, reader = SharedPlaces(), Token(0)
+    places, reader = SharedPlaces(), Token(0, 0)
     first = places.of(1, ONE)
     first.fill(ONE, reader)
     assert places.of(1, ONE) is first
