@@ -339,6 +339,38 @@ def test_a_result_without_a_gradient_counts_for_nothing() -> None:
         captured.twin.zero_grad()
 
 
+def test_a_graph_that_other_gradients_may_need_stays() -> None:
+    captured = Captured(TwoResults)
+    captured.record()
+    captured.block.release()
+    assert captured.block.recording is not None and captured.block.recording.made
+    for run in captured.both():
+        run(hidden(2), SCALE)[1].square().sum().backward()
+    own, expected = captured.gradients()
+    assert str(own) == str(expected)
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> None:
+        return None
+
+
+def test_a_backward_without_a_gradient_is_not_recorded() -> None:
+    captured = Captured()
+    wraps: list[Callable[..., torch.Tensor]] = [NoGradient.apply, lambda given: given]
+    for wrap in wraps:
+        wrap(captured.run(hidden(2), SCALE)).sum().backward()
+        captured.block.release()
+    assert captured.block.recording is not None and captured.block.recording.pattern == (True,)
+    captured.twin(hidden(2), SCALE).sum().backward()
+    assert captured.gradients()[0] == captured.gradients()[1]
+
+
 def test_a_weight_that_was_written_before_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays compare no versions, on CUDA."""
     captured = Captured()

@@ -9,19 +9,19 @@ from torch import nn
 
 from ds_slide.runtime.captured.graphs import Lent, Stack, Token
 
-EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60)
-"""Forwards of a recording (True), and ends of the waiting forward at a place in their list."""
+EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 1), st.integers(0, 5)), max_size=60)
+"""Forwards of a recording of a shape (True), and ends of the waiting forward at a place in their list."""
 
 
 @given(EVENTS)
-def test_no_forward_overwrites_tensors_of_one_that_waits(events: list[tuple[bool, int]]) -> None:
-    """A forward writes into memory that later recordings use for saved tensors, and into its own saved tensors. All
-    other forwards are let through."""
+def test_no_forward_overwrites_tensors_of_one_that_waits(events: list[tuple[bool, int, int]]) -> None:
+    """A forward writes into memory that later recordings of its shape and all recordings of other shapes use for saved
+    tensors, and into its own saved tensors. All other forwards are let through."""
     stack, waiting = Stack(), []
-    for begins, number in events:
+    for begins, shape, number in events:
         if begins:
-            token: Token | None = stack.push(0, number)
-            assert (token is None) == any(each.index >= number for each in waiting)
+            token: Token | None = stack.push(shape, number)
+            assert (token is None) == any(each.shape != shape or each.index >= number for each in waiting)
             if token is not None:
                 waiting.append(token)
             del token
