@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ds_slide.runtime.captured.graphs import Token
+from ds_slide.runtime.core.calls import mapped
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Types of arguments that are no tensors, of blocks that may be recorded. They are compared by value."""
@@ -34,12 +35,7 @@ def leaves_of(node: Any) -> Iterator[Any]:
 
 def with_leaves(node: Any, leaves: Iterator[Any]) -> Any:
     """Return `node` with other leaves."""
-    kind = type(node)
-    if kind is dict:
-        return {key: with_leaves(each, leaves) for key, each in node.items()}
-    if kind is tuple or kind is list:
-        return kind([with_leaves(each, leaves) for each in node])
-    return next(leaves)
+    return mapped(lambda _: next(leaves), node)
 
 
 def _outline(node: Any) -> Any:
