@@ -84,12 +84,13 @@ class Shapes:
         return shape.count >= shape.wanted and (len(recorded) < RECORDED or recorded[0].last < shape.first)
 
     def make_place(self) -> Recordings | None:
-        """Return the recordings that make place for new ones, if any have to."""
+        """Return the recordings that make place, if more shapes have some than may have."""
         recorded = self.recorded
-        if len(recorded) < RECORDED:
+        if len(recorded) <= RECORDED:
             return None
-        gone, recorded[0].recordings = recorded[0].recordings, None
-        recorded[0].first, recorded[0].count = recorded[0].last, 0
+        oldest = recorded[0]
+        gone, oldest.recordings = oldest.recordings, None
+        oldest.first, oldest.count = oldest.last, 0
         return gone
 
     def clear(self) -> list[Recordings]:

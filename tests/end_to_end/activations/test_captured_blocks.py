@@ -3,57 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from activation_runs import CASES, MODELS, SCHEDULES, config_of, layers_of, llama, run
-from harness import Batch, Result, batches, differences, engine_for, states_of, train
+from captured_runs import RECORDING, RESIDENT, STEPS, Train, both, captures_of, counted_replays
+from harness import Batch, Result, batches, differences, engine_for, train
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
-from ds_slide.runtime.memory.spare_memory import LOOKS
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank")]
-RECORDING = LOOKS[-1] + 2
-"""The step that records: behind the last decision about memory, and one more step."""
-STEPS = RECORDING + STEADY + 1
-RESIDENT = {"gpu_memory": "1GiB", "gpu_states": "1GiB"}
-Train = Callable[[Any], Any]
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """All replays, of forwards and backwards."""
-    found: list[Graph] = []
-    replay = Graph.replay
-
-    def counted(self: Graph) -> None:
-        found.append(self)
-        replay(self)
-
-    monkeypatch.setattr(Graph, "replay", counted)
-    return found
-
-
-def captures_of(engine: Any) -> Any:
-    return engine.optimizer.runtime.parts.spare.activations.captures
-
-
-def both(training: Train, build: Callable[[], Any] = llama, schedule: str = "clipping") -> list[Result]:
-    """The results of `training` with blocks as they are written, and with recordings."""
-    found = []
-    for wanted in (False, True):
-        model = build()
-        torch.manual_seed(3)
-        with engine_for(model, config_of({**RESIDENT, "captured_blocks": wanted}, schedule)) as engine:
-            result = training(engine) or Result()
-            result.states = states_of(model)
-            found.append(result)
-    return found
+    return counted_replays(monkeypatch)
 
 
 @pytest.mark.parametrize(("name", "schedule"), CASES)
