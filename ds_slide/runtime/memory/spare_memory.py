@@ -100,6 +100,8 @@ class SpareMemory:
         if with_gradient:
             self.shortage.notice()
         room = self.room.of(shape, with_gradient=with_gradient)
+        if room < 0 and self.activations.captures.give_up():
+            room = self.room.of(shape, with_gradient=with_gradient)
         if room < 0:
             movable = self.activations.movable_bytes(shape) if with_gradient else 0
             missing = -self.room.of(shape, with_gradient=with_gradient, elsewhere=movable)
