@@ -303,12 +303,21 @@ class CapturedBlock:
             recording.backward = graph
             del gradients
 
-    def release(self) -> None:
-        """Leave the memory of the recorded graph to recordings of other shapes, if only replays need it. It is needed
-        for a backward that is not recorded yet, or with the gradients of other results. No graph waits for its
-        backward, and no forward is recorded for this shape any more: it would use the same memory."""
+    @property
+    def may_release(self) -> bool:
+        """Whether it has a graph or a recording that is not needed any more, once no graph waits for its backward. A
+        backward that is not recorded yet, or gets the gradients of other results, needs the graph."""
         recording = self.recording
-        if recording is None or recording.backward is None or sum(recording.needing) != 1:
+        if recording is None or not recording.made:
+            return False
+        return self.has_ended or (recording.backward is not None and sum(recording.needing) == 1)
+
+    def release(self) -> None:
+        """Leave the memory of the recorded graph to recordings of other shapes. No forward is recorded for this shape
+        any more: it would use the same memory."""
+        if self.has_ended:
+            self.end()
+        if (recording := self.recording) is None:
             return
         results = recording.results
         results[:] = map(self._memory.place_of, results)  # in place: on the CPU accelerator replays write to them

@@ -12,7 +12,7 @@ are freed, and begin anew after a pause that doubles each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -193,13 +193,17 @@ class Captures:
             return
         self._steps += 1
         self.phase = Phase.RECORDING if is_settled and self._steps >= self._pause else Phase.WAITING
-        made = [each.recordings for each in self.shapes.recorded if each.recordings and each.recordings.blocks]
-        if not made or self._is_stale or any(each.lacks_memory for each in made):
+        if not self._has_said and not self._is_stale:
+            self._say([each.recordings for each in self.shapes.recorded if each.recordings is not None])
+
+    def _say(self, made: Sequence[Recordings]) -> None:
+        """Say that blocks are recorded, or give up where none can be. `made`: the recordings so far."""
+        if not any(each.blocks for each in made) or any(each.lacks_memory for each in made):
             return
         whys = "; ".join(sorted({each.whys for each in made if each.whys}))
         if not any(each.recorded for each in made):
             self._give_up(f"no block could be recorded ({whys})")
-        elif not self._has_said:
+        else:
             self._has_said = True
             rest = f"; others run as they are written ({whys})" if whys else ""
             log.info(

@@ -59,11 +59,9 @@ class Recordings:
     def release(self) -> None:
         """Leave the memory of recorded graphs to other recordings. No graph waits for its backward."""
         self.is_open = False
-        with self._memory.counted():
-            for block in self.blocks.values():
-                if block.has_ended:
-                    block.end()
-                else:
+        if left := [block for block in self.blocks.values() if block.may_release]:  # on CUDA: once
+            with self._memory.counted():
+                for block in left:
                     block.release()
 
     def end(self) -> None:

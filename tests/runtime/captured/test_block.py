@@ -342,8 +342,7 @@ def test_a_result_without_a_gradient_counts_for_nothing() -> None:
 def test_a_graph_that_other_gradients_may_need_stays() -> None:
     captured = Captured(TwoResults)
     captured.record()
-    captured.block.release()
-    assert captured.block.recording is not None and captured.block.recording.made
+    assert captured.block.recording is not None and not captured.block.may_release
     for run in captured.both():
         run(hidden(2), SCALE)[1].square().sum().backward()
     own, expected = captured.gradients()
@@ -364,8 +363,9 @@ def test_a_backward_without_a_gradient_is_not_recorded() -> None:
     captured = Captured()
     wraps: list[Callable[..., torch.Tensor]] = [NoGradient.apply, lambda given: given]
     for wrap in wraps:
+        assert not captured.block.may_release
         wrap(captured.run(hidden(2), SCALE)).sum().backward()
-        captured.block.release()
+    assert captured.block.may_release
     assert captured.block.recording is not None and captured.block.recording.pattern == (True,)
     captured.twin(hidden(2), SCALE).sum().backward()
     assert captured.gradients()[0] == captured.gradients()[1]
