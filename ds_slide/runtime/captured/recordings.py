@@ -67,6 +67,7 @@ class Recordings:
     def end(self) -> None:
         """Free the recordings. No graph waits for its backward."""
         self.is_open = False
+        self._memory.device.synchronize()  # replays that are under way; CUDA does not say that it waits for them
         with self._memory.counted():
             for block in self.blocks.values():
                 block.end()
