@@ -27,7 +27,7 @@ row() { # NAME SECONDS OPTIONS of step.py
   [ -e "$OUT/recorded_$name.jsonl" ] && python3 - "$OUT/recorded_$name.jsonl" "$name" <<'P'
 import json, sys
 r = json.loads(open(sys.argv[1]).read().splitlines()[-1]); s = r["setting"]; g = lambda k: (r.get(k) or 0) / 1e9
-a = (r.get("slide_stats") or {}).get("activations", {}); a = {k: a[k] for k in ("keep", "mix", "recompute", "replayed", "recorded_shapes") if k in a}
+a = (r.get("slide_stats") or {}).get("activations", {}); a = {k: a[k] for k in ("keep", "mix", "recompute", "replayed", "recorded_shapes", "recorded_bytes") if k in a}
 print(f"{sys.argv[2]}: {s['system']} {s['model']} {s['batch']}x{s['seq']}x{s['grad_accum']} {s['compile']} {s['slide'] or ''} {r['status']} "
       f"{r.get('step_s', 0):.4f} s ({r.get('step_s_min', 0):.4f} to {r.get('step_s_max', 0):.4f}) bound {r.get('bound_s')} {r.get('bound_lane')} "
       f"eff {r.get('efficiency')} {a} GPU {g('gpu_peak_allocated_bytes'):.2f} reserved {g('gpu_peak_reserved_bytes'):.2f} GB "

@@ -157,9 +157,10 @@ class Activations:
         """Blocks that are taken over at present though their script has not asked for it."""
         return len(self._taken.unasked)
 
-    def end(self) -> None:
-        """Note that the forward has ended, also where an exception has ended it."""
+    def end(self, *, completed: bool) -> None:
+        """Note that the forward has ended. `completed`: no exception has ended it."""
         self._taken.end()
+        self.captures.end_forward(completed=completed)
         self.times.end_forward()
         self.inputs.end()
 
@@ -169,8 +170,12 @@ class Activations:
         moved = len(self.inputs.orders)
         recomputed = self._forward.handled[Handling.RECOMPUTE.value] - moved
         handled = {**self._forward.handled, Handling.RECOMPUTE.value: recomputed, Handling.MOVE.value: moved}
-        replayed, shapes = len(self.captures.recorded), len(self.captures.shapes.recorded)
-        return {**handled, "replayed": replayed, "recorded_shapes": shapes, **self.inputs.statistics}
+        recorded = {
+            "replayed": len(self.captures.recorded),
+            "recorded_shapes": len(self.captures.shapes.recorded),
+            "recorded_bytes": self.captures.nbytes,
+        }
+        return {**handled, **recorded, **self.inputs.statistics}
 
     def run(self, call: BlockCall) -> Any:
         """Run a block for its layer."""

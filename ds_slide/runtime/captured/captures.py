@@ -84,7 +84,7 @@ class Captures:
         if self.phase is Phase.OFF:
             return
         if self._current is not None and self._current.recordings is not None:
-            self._end_forward(self._current, self._current.recordings)
+            self._settle(self._current, self._current.recordings)
         if self._is_stale and self._is_idle:
             self._free()
         self._current = None if shape is None else self.shapes.see(shape)
@@ -97,9 +97,15 @@ class Captures:
             if self._is_idle:
                 self._memory.lent.take_back()
 
-    def _end_forward(self, shape: SeenShape, recordings: Recordings) -> None:
-        """End what was left of the forward before, with these recordings."""
-        recordings.is_open = False
+    def end_forward(self, *, completed: bool) -> None:
+        """End the forward. `completed`: no exception has ended it. Otherwise some blocks may lack their recordings."""
+        recordings = None if self._current is None else self._current.recordings
+        if recordings is not None:
+            self._is_stale |= recordings.is_open and not completed
+            recordings.is_open = False
+
+    def _settle(self, shape: SeenShape, recordings: Recordings) -> None:
+        """Free what the forward before, which had these recordings, has left."""
         self._is_stale |= recordings.lacks_memory
         has_replayed = self._memory is not None and self._memory.stack.pushed > self._pushed
         shape.unused = 0 if has_replayed or not self._might_replay else shape.unused + 1
@@ -208,7 +214,7 @@ class Captures:
             rest = f"; others run as they are written ({whys})" if whys else ""
             log.info(
                 f"{max(len(each.recorded) for each in made)} blocks replay recorded forwards and backwards (CUDA "
-                f"graphs), in batches of the most frequent shapes{rest} "
+                f"graphs), in batches of the most frequent shapes; they hold {size(self.nbytes)} of the GPU{rest} "
                 f'("ds_slide": {{"captured_blocks": false}} switches this off)'
             )
 

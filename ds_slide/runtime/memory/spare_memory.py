@@ -166,7 +166,7 @@ class SpareMemory:
     def end_forward(self, *, completed: bool = False) -> None:
         """End the forward. `completed`: no exception has ended it."""
         self.shortage.end_forward()
-        self.activations.end()
+        self.activations.end(completed=completed)
         self.need.end_forward(completed=completed)
 
     def _give_back(self, missing: float) -> bool:

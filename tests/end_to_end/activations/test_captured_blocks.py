@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from typing import Any
 
@@ -12,6 +13,7 @@ from captured_runs import RECORDING, RESIDENT, STEPS, Train, both, captures_of, 
 from harness import Batch, Result, batches, differences, engine_for, train
 
 from ds_slide.errors import SlideError
+from ds_slide.runtime.captured.captures import Phase
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
 
@@ -177,9 +179,9 @@ def hooked_weights(engine: Any) -> Result:
 
 
 def interrupted(engine: Any) -> Result:
-    """Ctrl-C in the step that records, and in a later one."""
-    result = Result()
-    data = batches(STEPS + 2)
+    """Ctrl-C in the step that records, and in a later one. What was recorded goes."""
+    result, recorded = Result(), []
+    data = batches(STEPS + 4)
     for number, batch in enumerate(data):
         if number in (RECORDING - 1, RECORDING + 1):
             inner = layers_of(engine.module)[3].mlp.act_fn
@@ -192,7 +194,12 @@ def interrupted(engine: Any) -> Result:
             with pytest.raises(KeyboardInterrupt):
                 engine(**batch)
             inner.forward = written
+            gc.collect()  # the exception holds the graph
         result.losses += train(engine, [batch]).losses
+        recorded.append(len(captures_of(engine).recorded))
+    if captures_of(engine).phase is not Phase.OFF:
+        freed = recorded[RECORDING + 1 :]  # at the latest: the second exception takes the place of the first one
+        assert freed == [0] * (len(freed) - 1) + [6]
     return result
 
 

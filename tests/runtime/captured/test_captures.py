@@ -79,6 +79,7 @@ class Run:
             hidden = function(*call.inputs) if run is None else run(call)
             self.replays += run is not None and self.captures.has_replayed(order)
             found.append(hidden)
+        self.captures.end_forward(completed=True)
         return found
 
     def twin(self, hidden: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
