@@ -268,8 +268,10 @@ class CapturedBlock:
     @contextmanager
     def _stand_ins(self, recording: _Recording) -> Iterator[None]:
         """Exchange the trained weights for new leaves on the same memory. Autograd keeps with a leaf the stream that it
-        was used on first, and waits for it: a wait for another stream would end the recording."""
-        of = {id(each): nn.Parameter(each.detach()) for each in recording.weights.trained}
+        was used on first, and waits for it: a wait for another stream would end the recording. They have versions of
+        their own: a backward may be recorded, or run through the recorded graph, after weights have been updated.
+        `backward` compares the versions of the weights themselves."""
+        of = {id(each): nn.Parameter(each.data) for each in recording.weights.trained}
         recording.leaves = list(of.values())
         holders = [(holder, name, weight) for each in self._modules for holder, name, weight in _weights_of(each)]
         exchanged = [(holder, name, weight) for holder, name, weight in holders if id(weight) in of]

@@ -159,8 +159,8 @@ class Memory:
 
 
 class InputMemory:
-    """The memory of the inputs of blocks. Calls with all shapes use the same bytes, since no two shapes wait for their
-    backward at once. Tensors on the same bytes have one version in torch, so a place knows when another was filled."""
+    """The memory of the inputs of blocks that need a gradient. Calls with all shapes use the same bytes, since no two
+    shapes wait for their backward at once."""
 
     def __init__(self) -> None:
         self._bytes: dict[Any, torch.Tensor] = {}

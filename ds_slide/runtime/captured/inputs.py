@@ -90,6 +90,9 @@ class Place:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        # The same memory with versions of its own. A recorded graph saves `tensor`, and may have its backward after
+        # later calls; torch refuses a backward through a tensor with a new version.
+        self._memory = tensor.data
         self._source: weakref.ref[torch.Tensor] | None = None
         self._versions = 0, 0
         self._readers: weakref.WeakSet[Token] = weakref.WeakSet()
@@ -101,7 +104,7 @@ class Place:
     def fill(self, source: torch.Tensor, reader: Token) -> None:
         """Copy `source`, unless the place has its contents already. `reader`: of the forward that reads it."""
         if not self._has(source):
-            self.tensor.copy_(source)
+            self._memory.copy_(source)
             self._source, self._versions = weakref.ref(source), (source._version, self.tensor._version)
         self._readers.add(reader)
 
@@ -110,7 +113,8 @@ class Place:
         self._source = None
 
     def _has(self, source: torch.Tensor) -> bool:
-        is_same = self._source is not None and self._source() is source
+        # An input that needs a gradient shares its memory with calls of other shapes.
+        is_same = self._source is not None and self._source() is source and not source.requires_grad
         return is_same and self._versions == (source._version, self.tensor._version)
 
 

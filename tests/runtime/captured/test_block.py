@@ -384,6 +384,34 @@ def test_a_weight_that_was_written_before_the_backward(monkeypatch: pytest.Monke
             loss.backward()
 
 
+def test_a_backward_that_is_recorded_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a later call than the forward, behind a step. On CUDA it goes through the graph of the first call."""
+    captured = Captured()
+    captured.run(hidden(2), SCALE)
+    monkeypatch.setattr(Graph, "replay", lambda _: None)
+    for run, module in zip(captured.both(), (captured.module, captured.twin), strict=True):
+        with torch.no_grad():
+            module.down.weight.mul_(1.0)
+        run(hidden(2), SCALE.clone()).square().sum().backward()
+    assert captured.block.has_replayed and captured.block.recording is not None
+    assert captured.block.recording.backward is not None
+    assert captured.gradients()[0] == captured.gradients()[1]
+
+
+def test_other_gradients_in_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA they come through the graph of the first call, too."""
+    captured = Captured(TwoResults)
+    captured.record(hidden(2), SCALE)
+    monkeypatch.setattr(Graph, "replay", lambda _: None)
+    for run, module in zip(captured.both(), (captured.module, captured.twin), strict=True):
+        with torch.no_grad():
+            module.down.weight.mul_(1.0)
+        results = run(hidden(2), SCALE.clone())
+        (results[0].sum() + (results[1] * 0.5).sum()).backward()
+    assert captured.block.has_replayed
+    assert str(captured.gradients()[0]) == str(captured.gradients()[1])
+
+
 def test_a_second_backward_of_a_freed_graph_has_the_error_of_torch() -> None:
     captured = Captured()
     captured.record()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_slide.runtime.captured.graphs import Token
+from ds_slide.runtime.captured.graphs import InputMemory, Token
 from ds_slide.runtime.captured.inputs import NotRecordable, Place, SharedPlaces, Signature
 
 CPU = torch.device("cpu")
@@ -116,3 +116,35 @@ def test_tensors_alike_share_a_place_while_they_have_one_content() -> None:
     assert places.of(1, ONE) is first
     assert places.of(1, OTHER) is not first
     assert places.of(2, ONE) is not first
+
+
+def test_inputs_of_several_shapes_share_their_bytes() -> None:
+    """The last shape that was filled has them; an input that a script gives again is copied again."""
+    memory, source = InputMemory(), HIDDEN.detach().clone().requires_grad_()
+    large, small, other = memory.like(0, source), memory.like(0, source[:1]), memory.like(1, source)
+    assert large.data_ptr() == small.data_ptr() != other.data_ptr()
+    assert (large.shape, large.dtype, small.stride()) == (source.shape, source.dtype, source[:1].stride())
+    place = Place(large)
+    for _ in range(2):
+        with torch.no_grad():
+            place.fill(source, Token(0, 0))
+            assert torch.equal(large, source)
+            Place(small).fill(torch.ones(1, 3), Token(0, 0))
+            assert not torch.equal(large, source)
+
+
+def test_a_larger_input_has_bytes_of_its_own() -> None:
+    memory = InputMemory()
+    small, large = memory.like(0, torch.empty(2, dtype=torch.bfloat16)), memory.like(0, torch.empty(4, 2).t())
+    assert small.data_ptr() != large.data_ptr() and large.stride() == (1, 2)
+    assert memory.like(0, torch.empty(3)).data_ptr() == large.data_ptr()
+
+
+def test_filling_a_place_leaves_the_version_that_a_graph_has_saved() -> None:
+    place = Place(torch.empty(3))
+    place.tensor.requires_grad_()
+    result = (place.tensor * place.tensor).sum()
+    with torch.no_grad():
+        place.fill(torch.full((3,), 2.0), Token(0, 0))
+    result.backward()
+    assert place.tensor.grad is not None and place.tensor.grad.tolist() == [4.0] * 3
