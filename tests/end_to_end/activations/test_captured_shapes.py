@@ -10,6 +10,7 @@ import pytest
 import torch
 from activation_runs import Twice, config_of, llama
 from captured_runs import RECORDING, RESIDENT, STEPS, both, captures_of, counted_replays
+from graph_pool import graph_pool
 from harness import Batch, Result, batches, differences, engine_for, plain_training, states_of, to_bf16, train
 
 from ds_slide.runtime.captured import shapes as shapes_module
@@ -31,18 +32,21 @@ def varying(lengths: list[int]) -> list[Batch]:
 
 
 def test_varying_lengths_beside_plain_torch(monkeypatch: pytest.MonkeyPatch, replays: list[Graph]) -> None:
-    """Five lengths, and recordings for three at a time."""
+    """Five lengths, and recordings for three at a time. Saved tensors lie in one memory, as on a GPU."""
     monkeypatch.setattr(shapes_module, "RECORDED", 3)
     lengths = random.Random(1).choices([16, 20, 24, 28, 32], [1, 1, 2, 4, 8], k=60)
     data = varying([32, *lengths])
     expected = plain_training(to_bf16(llama()), data, clip=1.0)
     model = llama()
-    with engine_for(model, config_of(RECORDED)) as engine:
-        result = train(engine, data)
-        result.states = states_of(model)
+    with graph_pool() as pool, engine_for(model, config_of(RECORDED)) as engine:
+        result = train(engine, data[:RECORDING])
+        of_the_longest = pool.most
+        later = train(engine, data[RECORDING:])
+        result = Result(result.losses + later.losses, result.norms + later.norms, states_of(model))
         assert len(captures_of(engine).shapes.recorded) == 3
     assert differences(result, expected) == []
     assert len(replays) > 2 * 6 * 30
+    assert pool.most == of_the_longest > 0
 
 
 def test_accumulation_over_two_lengths(replays: list[Graph]) -> None:

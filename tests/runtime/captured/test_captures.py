@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_pool import graph_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -39,7 +40,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.5)
 
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, mask: Any) -> torch.Tensor:
         return hidden + self.drop(self.down(torch.tanh(self.up(self.norm(hidden))) * mask))
 
 
@@ -57,21 +58,24 @@ class Run:
         self.captures = Captures(states, Device(torch.device("cpu")), **{"wanted": True, "copies": False, **options})
         self.waiting: list[tuple[torch.Tensor, ...]] = []
         """Input and loss of each forward, of the recorded blocks and of their twins."""
-        self.forwards = self.replays = 0
+        self.forwards = self.replays = self.first = 0
         self.records_until_shortage = -1
+        self.is_masked = True
+        """Whether blocks share an input, whose place is kept for graphs that wait."""
         self.settle()
 
     def settle(self) -> None:
         for _ in range(PAUSE):
             self.captures.end_step(is_settled=True)
 
-    def calls(self, hidden: torch.Tensor, mask: torch.Tensor, room: float = ROOM) -> list[torch.Tensor]:
+    def calls(self, hidden: torch.Tensor, mask: Any, room: float = ROOM) -> list[torch.Tensor]:
         found = []
         shape = Shape(hidden.shape[0] * hidden.shape[1], hidden.shape[1])
         if torch.is_grad_enabled():
             self.captures.begin(shape)
             self.captures.room_of(room, nbytes=100, gradient_bytes=1)
         for order, block in enumerate(self.blocks):
+            hidden = self.cut(order, hidden)
             unit: Any = SimpleNamespace(order=order, name=f"block {order}", is_streamed=False)
             function = functools.partial(Block.forward, block)
             call = BlockCall(unit, list(block.modules()), UNASKED, function, (hidden, mask))
@@ -82,19 +86,23 @@ class Run:
         self.captures.end_forward(completed=True)
         return found
 
-    def twin(self, hidden: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    def twin(self, hidden: torch.Tensor, mask: Any) -> list[torch.Tensor]:
         found = []
-        for block in self.twins:
-            found.append(hidden := block(hidden, mask))
+        for order, block in enumerate(self.twins):
+            found.append(hidden := block(self.cut(order, hidden), mask))
         return found
 
-    def forward(self, number: int, depth: int = BLOCKS, room: float = ROOM) -> None:
-        """`depth`: blocks whose graph waits for its backward."""
+    def cut(self, order: int, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.detach().requires_grad_() if order == self.first > 0 and torch.is_grad_enabled() else hidden
+
+    def forward(self, number: int, depth: int = BLOCKS, first: int = 0, room: float = ROOM) -> None:
+        """The graph of the blocks from `first` to before `depth` waits for its backward."""
         self.forwards += 1
+        self.first = min(first, depth - 1)
         batch, length = SHAPES[number]
         random = torch.Generator().manual_seed(self.forwards)
         given = torch.randn(batch, length, WIDTH, generator=random)
-        mask = torch.randint(2, (batch, length, 1), generator=random).float()
+        mask = torch.randint(2, (batch, length, 1), generator=random).float() if self.is_masked else 1.0
         found: list[torch.Tensor] = []
         for run in (functools.partial(self.calls, room=room), self.twin):
             torch.manual_seed(self.forwards)
@@ -172,7 +180,7 @@ def shortages(run: Run) -> Iterator[None]:
 
 
 NUMBERS = st.integers(0, len(SHAPES) - 1)
-FORWARDS = st.tuples(st.just("forward"), NUMBERS, st.integers(1, BLOCKS))
+FORWARDS = st.tuples(st.just("forward"), NUMBERS, st.integers(1, BLOCKS), st.integers(0, BLOCKS - 1))
 BACKWARDS = st.tuples(st.just("backward"), st.integers(0, 4))
 EVENTS = st.one_of(
     FORWARDS, BACKWARDS, FORWARDS, BACKWARDS, FORWARDS, BACKWARDS,
@@ -185,10 +193,11 @@ EVENTS = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(EVENTS, max_size=60))
-def test_any_order_of_forwards_and_backwards(events: list[tuple[Any, ...]]) -> None:
+@given(st.lists(EVENTS, max_size=60), st.booleans())
+def test_any_order_of_forwards_and_backwards(events: list[tuple[Any, ...]], is_masked: bool) -> None:
     run = Run()
-    with shortages(run):
+    run.is_masked = is_masked
+    with graph_pool(), shortages(run):
         run.record(0, 1)
         assert run.replays == 2 * BLOCKS
         for event, *given in events:
@@ -221,6 +230,17 @@ def test_a_graph_that_waits_keeps_its_memory_from_other_shapes() -> None:
     run.forward(1)
     run.backward(0)
     assert run.replays == 2 * BLOCKS
+
+
+def test_shapes_share_the_memory_of_saved_tensors() -> None:
+    run = Run()
+    with graph_pool() as pool:
+        run.record(0)
+        of_one = pool.most
+        run.record(1, 2)
+        assert pool.most == of_one > 0
+        run.captures.begin(Shape(1, 1))
+        assert not pool.ends
 
 
 def test_shapes_share_the_memory_of_their_inputs() -> None:
@@ -355,3 +375,26 @@ def test_a_batch_that_needs_the_memory_of_recordings_frees_them() -> None:
     run.forward(1, room=99)
     assert run.captures._memory is None and not run.captures.shapes.recorded
     run.backward(0)
+
+
+def test_a_part_of_a_graph_that_waits_keeps_the_memory_from_other_shapes() -> None:
+    """A loss on the first block's results: only its graph waits."""
+    run = Run()
+    with graph_pool():
+        run.record(0, 1)
+        run.forward(0, depth=1)
+        run.forward(1)
+        run.backward(0)
+        run.backward(0)
+
+
+def test_a_part_of_a_graph_that_waits_keeps_the_memory_from_earlier_blocks() -> None:
+    """The last block's graph waits, without those before."""
+    run = Run()
+    run.is_masked = False
+    with graph_pool():
+        run.record(0)
+        run.forward(0, first=BLOCKS - 1)
+        run.forward(0)
+        run.backward(0)
+        run.backward(0)
