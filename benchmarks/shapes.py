@@ -64,6 +64,11 @@ finetune_models.PRESETS["qwen3-30b-a3b-6-blocks"] = {
     **finetune_models.PRESETS["qwen3-30b-a3b"],
     "num_hidden_layers": 6,
 }
+# 6.85 G parameters.
+finetune_models.PRESETS["qwen3-30b-a3b-10-blocks"] = {
+    **finetune_models.PRESETS["qwen3-30b-a3b"],
+    "num_hidden_layers": 10,
+}
 # The same kind for trials on a processor.
 finetune_models.PRESETS["tiny-mixture"] = {
     **finetune_models.PRESETS["qwen3-30b-a3b"],

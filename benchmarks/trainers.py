@@ -170,6 +170,8 @@ class DeepSpeedTrainer:
         )
         if setting.checkpointing == "deepspeed-cpu":
             checkpoint_in_host_memory(model)
+        if setting.compile:
+            self.engine.compile()
         is_slide = hasattr(self.engine.optimizer, "slide_stats")
         if is_slide != (setting.system == "slide"):
             # A row under the wrong name would be worse than none.
@@ -211,6 +213,8 @@ class TorchTrainer:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._masters = [each.detach().float() for each in self._trained] if setting.adapter else self._trained
         self._optimizer = optimizers.on_gpu(setting, model, self._masters)
+        if setting.compile:
+            model.compile()
         self._micro_batches = 0
         self._norm: Tensor | None = None
 

@@ -10,6 +10,7 @@ It knows nothing of DeepSpeed; `ds_slide.integration` drives it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -119,10 +120,17 @@ class SlideRuntime:
     def _tokens_of_uncompiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return the number of tokens of a forward; 0 where compiled code may read experts that the engine does not
         know of."""
-        if self._is_compiled or any(map(is_compiled, self._module.modules())):
+        if self._is_compiled or any(map(is_compiled, self._around_experts)):
             return 0
         shape = shape_of(args, kwargs)
         return 0 if shape is None else shape.tokens
+
+    @functools.cached_property
+    def _around_experts(self) -> list[nn.Module]:
+        """The modules whose code reads experts of blocks: a few of all, since each generated token asks for them."""
+        experts = (entry.name.split(".") for unit in self.blocks for entry in unit.layout.experts)
+        names = {".".join(parts[:count]) for parts in experts for count in range(len(parts))}
+        return [module for name, module in self._module.named_modules() if name in names]
 
     def end_forward(self, *, completed: bool) -> None:
         if not in_backward():

@@ -129,3 +129,15 @@ def memory_now(engine: Any) -> dict[str, int]:
     own = engine.optimizer.slide_stats().get("memory", {}) if hasattr(engine.optimizer, "slide_stats") else {}
     values.update({f"engine_{name}": int(value) for name, value in own.items()})
     return values
+
+
+def pools_now(engine: Any) -> dict[str, int]:
+    """Bytes of the pools of recordings, as the engine counts them and as torch's allocator has them. `held`: bytes in
+    them that torch counts as free."""
+    memory = engine.optimizer.runtime.parts.spare.activations.captures._memory
+    if memory is None or not torch.cuda.is_available():
+        return {}
+    pools = {tuple(memory.forwards), tuple(memory.backwards)}
+    segments = [each for each in torch.cuda.memory_snapshot() if tuple(each.get("segment_pool_id", ())) in pools]
+    reserved, allocated = (sum(each[key] for each in segments) for key in ("total_size", "allocated_size"))
+    return {"counted": memory.nbytes, "held": memory._held, "reserved": reserved, "allocated": allocated}

@@ -20,15 +20,17 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"clip": 1.0, "grad_accum": 3},
     "own modules": {"clip": 1.0, "slide": {"kernels": "off"}},
     "gpt2": {"clip": 1.0, "model": "gpt2"},
+    "lengths": {"clip": 1.0, "grad_accum": 2, "lengths": [32, 64, 48, 64], "steps": 24},
 }
+SLACK = 4 * 2**20
+"""Bytes that threads of lanes may allocate while a recording is made."""
 
 
 def scenario(name: str, wanted: bool) -> dict[str, Any]:
     case = CASES[name]
     slide = {**RESIDENT, **case.get("slide", {}), "captured_blocks": wanted}
-    return {
-        "name": f"{name}, {wanted}", "steps": STEPS, "exact": True, "record": ["states"], **case, "slide": slide
-    }  # fmt: skip
+    own = {"name": f"{name}, {wanted}", "steps": STEPS, "exact": True, "record": ["states", "pools"]}
+    return {**own, **case, "slide": slide}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,28 @@ def test_same_bits(name: str, recorded: Any) -> None:
     assert replayed["activations"]["replayed"] == BLOCKS[CASES[name].get("model", "llama")]
     for what in ("losses", "grad_norms", "states"):
         assert replayed[what] == written[what]
+
+
+def test_batches_of_all_lengths_are_replayed(recorded: Any) -> None:
+    found = {name: recorded[f"{name}, True"]["activations"]["recorded_shapes"] for name in CASES}
+    assert found == {name: 3 if name == "lengths" else 1 for name in CASES}
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("name", CASES)
+def test_the_memory_of_recordings_is_counted(name: str, recorded: Any) -> None:
+    """As torch's allocator has it."""
+    pools = recorded[f"{name}, True"]["pools"]
+    assert pools["reserved"] > 0
+    assert abs(pools["counted"] - pools["reserved"]) <= SLACK
+    assert abs(pools["held"] - (pools["reserved"] - pools["allocated"])) <= SLACK
+
+
+@pytest.mark.needs_cuda
+def test_the_graphs_of_all_shapes_are_dropped(recorded: Any) -> None:
+    """What stays is a workspace of cuBLAS, of up to 32 MiB."""
+    one, three = (recorded[f"{name}, True"]["pools"]["allocated"] for name in ("accumulation", "lengths"))
+    assert three <= one + SLACK
 
 
 @pytest.mark.needs_cuda

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from plain import RATES, PlainEngine, client_optimizer
-from probes import AllocationProbe, SyncProbe, memory_now
+from probes import AllocationProbe, SyncProbe, memory_now, pools_now
 from torch import Tensor
 
 # The first engine of a machine also compiles DeepSpeed's CPU Adam, which takes 100 s on two cores.
@@ -54,6 +54,8 @@ class Scenario:
     steps: int = 10
     clip: float = 0.0
     grad_accum: int = 1
+    lengths: tuple[int, ...] = (SEQUENCE,)
+    """Tokens of a sequence in batches, in turn."""
     exact: bool = False
     """Deterministic kernels only, so that bits can be compared between engines."""
     overflow_at: int | None = None
@@ -73,7 +75,7 @@ class Scenario:
     """Additions to the "ds_slide" block. Without "kernels" the model's own modules are replaced on a GPU."""
     record: tuple[str, ...] = ()
     """What to record besides losses, norms and the kernels in the model: gradients, states, syncs, allocations,
-    memory, placement, masters, samples."""
+    memory, placement, masters, samples, pools."""
 
 
 def device() -> torch.device:
@@ -268,6 +270,8 @@ class Recorder:
             self.result["sees_synchronize"] = self._syncs.sees(lambda: torch.cuda.synchronize())
         if "placement" in self._scenario.record:
             self.result["placement"] = placement(self._engine)
+        if "pools" in self._scenario.record:
+            self.result["pools"] = pools_now(self._engine)
         if "masters" in self._scenario.record:
             self.result["masters"] = master_digests(self._engine)
         if "samples" in self._scenario.record:
@@ -341,7 +345,8 @@ def run(scenario: Scenario) -> dict[str, Any]:
                 move_states(engine, step)
             losses = []
             for micro in range(scenario.grad_accum):
-                tokens = data[(step * scenario.grad_accum + micro) % len(data)]
+                number = step * scenario.grad_accum + micro
+                tokens = data[number % len(data)][:, : scenario.lengths[number % len(scenario.lengths)]]
                 loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
                 losses.append(loss.detach())
                 engine.backward(loss * 1e30 if step == scenario.overflow_at else loss)
@@ -370,7 +375,8 @@ def main(source: Path, target: Path) -> None:
 
     results: dict[str, dict[str, Any]] = {}
     for fields in json.loads(source.read_text()):
-        scenario = Scenario(**{**fields, "record": tuple(fields.get("record", ()))})
+        tuples = {name: tuple(fields[name]) for name in ("record", "lengths") if name in fields}
+        scenario = Scenario(**{**fields, **tuples})
         print(f"==== {dataclasses.asdict(scenario)}", flush=True)
         # A deadlock must say where every thread stands, and must not use up the time of the other tests.
         faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)

@@ -12,7 +12,7 @@ import torch
 import two_ranks
 from harness import batches, ds_config, engine_for, llama, states_of, train
 
-from ds_slide.runtime.captured.captures import STEADY
+from ds_slide.runtime.captured.shapes import STEADY
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
 STEPS = LOOKS[-1] + 2 + STEADY + 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ds_slide.plan.keeping import Kept, kept_within
+from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.spare import Handling, Input, Shape, inputs_to_move, movable_inputs, moves_unmeasured
 from ds_slide.report.log import log
 from ds_slide.runtime.activations.block_state import BlockState, WatchedCall
@@ -48,7 +48,8 @@ def _shape_of(tensor: torch.Tensor) -> Shape | None:
 class _Forward:
     """The newest forward with gradients. `moved`: blocks whose inputs leave the GPU. `free`: free bytes of the GPU, or
     None if the need of a batch is known. `may_give_up`: whether the tensors that it keeps can be given up. `handled`:
-    counts of blocks, and the bytes that it keeps. `recorded`: blocks whose activations have their memory already."""
+    counts of blocks, and the bytes that it keeps. `inside`: bytes among them that lie in the memory of recordings.
+    `recorded`: blocks whose first call is replayed."""
 
     shape: Shape | None = None
     kept: Kept = field(default_factory=Kept)
@@ -56,6 +57,7 @@ class _Forward:
     free: float | None = None
     may_give_up: bool = False
     recorded: frozenset[int] = frozenset()
+    inside: int = 0
     handled: dict[str, int] = field(default_factory=lambda: _statistics(0, Kept(), 0))
 
 
@@ -105,13 +107,23 @@ class Activations:
         self._forward = _Forward()
         if not self.costs.orders:
             return
-        candidates, recorded = self.costs.keepable(shape), self.captures.ready
-        # The memory of recorded blocks is not in `room`.
-        wanted = [replace(each, nbytes=0, mixtures=()) if each.order in recorded else each for each in candidates]
+        candidates = self.costs.keepable(shape)
+        nbytes = sum(each.nbytes for each in candidates)
+        room, shared = self.captures.room_of(room, nbytes, self.costs.gradient_bytes)
+        recorded = self.captures.ready
+        # The memory of recorded blocks is not in `room`. One call of each is replayed.
+        wanted = [self._beside(each, shape) if each.order in recorded else each for each in candidates]
         kept = kept_within(room, wanted, first=self.keeps_first)
-        self.captures.note_kept(kept.whole)
-        handled = _statistics(len(self.costs.orders), kept, kept.nbytes(wanted))
-        self._forward = _Forward(shape, kept, self._to_move(-room, shape), free, recorded=recorded, handled=handled)
+        nbytes, beside = kept.nbytes(candidates), kept.nbytes(wanted)
+        self._forward = _Forward(
+            shape, kept, self._to_move(-room, shape), free, recorded=recorded,
+            inside=nbytes - beside + min(shared, beside), handled=_statistics(len(self.costs.orders), kept, nbytes),
+        )  # fmt: skip
+
+    def _beside(self, block: Keepable, shape: Shape | None) -> Keepable:
+        """Return what a recorded block takes beside its recording."""
+        assert shape is not None
+        return replace(block, nbytes=block.nbytes - self.costs.call_bytes(block.order, shape), mixtures=())
 
     def allow_giving_up(self) -> None:
         """Make the tensors that this forward keeps ready to be given up."""
@@ -145,9 +157,10 @@ class Activations:
         """Blocks that are taken over at present though their script has not asked for it."""
         return len(self._taken.unasked)
 
-    def end(self) -> None:
-        """Note that the forward has ended, also where an exception has ended it."""
+    def end(self, *, completed: bool) -> None:
+        """Note that the forward has ended. `completed`: no exception has ended it."""
         self._taken.end()
+        self.captures.end_forward(completed=completed)
         self.times.end_forward()
         self.inputs.end()
 
@@ -157,7 +170,12 @@ class Activations:
         moved = len(self.inputs.orders)
         recomputed = self._forward.handled[Handling.RECOMPUTE.value] - moved
         handled = {**self._forward.handled, Handling.RECOMPUTE.value: recomputed, Handling.MOVE.value: moved}
-        return {**handled, "replayed": len(self.captures.recorded), **self.inputs.statistics}
+        recorded = {
+            "replayed": len(self.captures.recorded),
+            "recorded_shapes": len(self.captures.shapes.recorded),
+            "recorded_bytes": self.captures.nbytes,
+        }
+        return {**handled, **recorded, **self.inputs.statistics}
 
     def run(self, call: BlockCall) -> Any:
         """Run a block for its layer."""
@@ -284,8 +302,8 @@ class Activations:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the newest forward keeps, with the bytes that were given up."""
-        return self._forward.handled["kept_bytes"]
+        """Bytes that the newest forward keeps beside recordings, with the bytes that were given up."""
+        return max(0, self._forward.handled["kept_bytes"] - self._forward.inside)  # some blocks may have left since
 
     @property
     def kept_seconds(self) -> float:
@@ -293,8 +311,8 @@ class Activations:
         return self._forward.kept.seconds(self.costs.keepable(self._forward.shape))
 
     def alive(self) -> int:
-        """Return an upper bound of the bytes that are kept for coming backwards."""
-        return sum(
+        """Return an upper bound of the bytes that are kept for coming backwards, and the bytes of recordings."""
+        return self.captures.nbytes + sum(
             _largest(self._bytes.get(unit.order, ()), unit.uses.begun - unit.uses.ended) for unit in self._blocks
         )
 

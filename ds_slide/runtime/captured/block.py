@@ -9,7 +9,8 @@ The hooks of the block itself are called as always; only its `forward` is replac
 
 The results are those of the operators as they are written, to the bit: a recording launches the same kernels.
 A call that differs from the recorded one runs as it is written. The first call and its backward are recorded. A
-backward that cannot be recorded, or that gets the gradients of other results, runs through the recorded graph.
+backward that cannot be recorded, or that gets the gradients of other results, runs through the recorded graph. Where
+neither can come, this graph goes, and its saved tensors leave their memory to recordings of other shapes (`release`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ WAY_OUT = 'set "ds_slide": {"captured_blocks": false}'
 class _Recording:
     """The recorded call. `made_of`, `weights`: of the block. `places`: of the call's leaves, None for a leaf that is no
     tensor. `inputs`: the places that need a gradient. `result`: what the forward returns. `made`: its leaves, with
-    their graph, of which `results` has the first ones for ever."""
+    their graph, of which `results` has the first ones for ever. `needing`: which of them need a gradient."""
 
     signature: Signature
     made_of: MadeOf
@@ -62,6 +63,7 @@ class _Recording:
     result: Any = None
     made: list[Any] = field(default_factory=list)
     results: list[torch.Tensor | None] = field(default_factory=list)
+    needing: list[bool] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     """Places of the gradients of `inputs` and of the trained weights."""
     before: Before | None = None
@@ -94,19 +96,19 @@ class CapturedBlock:
         state: BlockState,
         memory: Memory,
         shared: SharedPlaces,
-        index: int,
+        place: tuple[int, int],
         *,
         copies: bool,
     ) -> None:
-        """`modules`: the block's own and all in it. `index`: of its recording among those of `memory`. `copies`:
-        gradients may be kept until after the next block's backward."""
+        """`modules`: the block's own and all in it. `place`: the number of its shape in `memory`, and of its recording
+        among those of this shape. `copies`: gradients may be kept until after the next block's backward."""
         self._modules = modules
         self._module, *self._inside = modules
         self.name = name
         self._state = state
         self._memory = memory
         self._shared = shared
-        self._index = index
+        self._place = place
         self._copies = copies
         self.recording: _Recording | None = None
         self.has_replayed = False
@@ -116,6 +118,8 @@ class CapturedBlock:
         """Whether it runs as it is written for good."""
         self.why = ""
         """The reason for that, where it could not be recorded."""
+        self.lacks_memory = False
+        """Whether the reason is that the GPU has no memory left."""
 
     # ---- a call ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +182,7 @@ class CapturedBlock:
             leaves = self.recording.signature.fits(args, kwargs)
         if leaves is None or (self.recording is not None and not self.recording.may_take(leaves)):
             return written(*args, **kwargs)
-        if (token := self._memory.stack.push(self._index)) is None:
+        if (token := self._memory.stack.push(*self._place)) is None:
             return written(*args, **kwargs)
         if self.recording is None:
             self._try_to_record(written, given, leaves, token)
@@ -201,31 +205,41 @@ class CapturedBlock:
         runs as it is written."""
         random = HostRandom()
         try:
-            recording = self._record(written, given, leaves, token)
-            if random.has_been_drawn_from(of_torch=self._memory.device.is_cuda):
-                raise NotRecordable("it draws random numbers on the host")
-            self.recording = recording
+            recording = self._prepared(given, leaves)
+            recording.fill(leaves, token)
         except Exception as error:
-            random.put_back()
-            self.end(str(error))
+            self._fail(error)
+            return
+        with self._memory.counted():
+            try:
+                self._record(recording, written, given, leaves)
+                if random.has_been_drawn_from(of_torch=self._memory.device.is_cuda):
+                    raise NotRecordable("it draws random numbers on the host")
+                self.recording = recording
+            except Exception as error:
+                del recording  # its tensors, before memory is counted
+                random.put_back()
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Run as it is written from now on. A recording that waits for its backward stays until then."""
+        self.has_ended, self.why, self.lacks_memory = True, str(error), "out of memory" in str(error)
+
+    def _prepared(self, given: tuple[Any, Any], leaves: Sequence[Any]) -> _Recording:
+        """Return a recording with the places of its inputs. Raises NotRecordable."""
+        signature = Signature(*given, self._memory.device.torch)
+        places = [self._place_of(number, leaf) for number, leaf in enumerate(leaves)]
+        inputs = [place.tensor for place, leaf in zip(places, leaves, strict=True) if place and _needs_gradient(leaf)]
+        for each in inputs:
+            each.requires_grad_()
+        made_of, weights = MadeOf(self._module, self._inside), Weights(self._module)
+        return _Recording(signature, made_of, weights, places, inputs, Graph(self._memory, self._memory.forwards))
 
     def _record(
-        self, written: Callable[..., Any], given: tuple[Any, Any], leaves: Sequence[Any], token: Token
-    ) -> _Recording:
+        self, recording: _Recording, written: Callable[..., Any], given: tuple[Any, Any], leaves: Sequence[Any]
+    ) -> None:
         """Record the forward. Raises NotRecordable, or whatever the forward raises."""
-        signature = Signature(*given, self._memory.device.torch)
-        places = [self._place(number, leaf) for number, leaf in enumerate(leaves)]
-        recording = _Recording(
-            signature,
-            MadeOf(self._module, self._inside),
-            Weights(self._module),
-            places,
-            [place.tensor for place, leaf in zip(places, leaves, strict=True) if place and _needs_gradient(leaf)],
-            Graph(self._memory, self._memory.forwards),
-        )
-        recording.fill(leaves, token)
-        for each in recording.inputs:
-            each.requires_grad_()
+        places = recording.places
         statics = [leaf if place is None else place.tensor for place, leaf in zip(places, leaves, strict=True)]
         args, kwargs = with_leaves(given, iter(statics))
         versions = [None if place is None else place.tensor._version for place in places]
@@ -240,7 +254,8 @@ class CapturedBlock:
 
         with torch.no_grad():
             recording.results = recording.forward.record(forward)
-        if not any(map(_needs_gradient, recording.results)):
+        recording.needing = list(map(_needs_gradient, recording.results))
+        if not any(recording.needing):
             raise NotRecordable("no result needs a gradient")
         after = list(leaves_of((args, kwargs)))
         if len(after) != len(statics) or not all(map(is_, after, statics)):
@@ -249,13 +264,14 @@ class CapturedBlock:
             raise NotRecordable("it changes an input in place")
         if not leaves_below(recording.made) <= {id(each) for each in (*recording.inputs, *recording.leaves)}:
             raise NotRecordable("it reads a tensor with a gradient that is neither an input nor its own weight")
-        return recording
 
     @contextmanager
     def _stand_ins(self, recording: _Recording) -> Iterator[None]:
         """Exchange the trained weights for new leaves on the same memory. Autograd keeps with a leaf the stream that it
-        was used on first, and waits for it: a wait for another stream would end the recording."""
-        of = {id(each): nn.Parameter(each.detach()) for each in recording.weights.trained}
+        was used on first, and waits for it: a wait for another stream would end the recording. They have versions of
+        their own: a backward may be recorded, or run through the recorded graph, after weights have been updated.
+        `backward` compares the versions of the weights themselves."""
+        of = {id(each): nn.Parameter(each.data) for each in recording.weights.trained}
         recording.leaves = list(of.values())
         holders = [(holder, name, weight) for each in self._modules for holder, name, weight in _weights_of(each)]
         exchanged = [(holder, name, weight) for holder, name, weight in holders if id(weight) in of]
@@ -267,27 +283,51 @@ class CapturedBlock:
             for holder, name, weight in exchanged:
                 holder[name] = weight
 
-    def _place(self, number: int, leaf: Any) -> Place | None:
+    def _place_of(self, number: int, leaf: Any) -> Place | None:
         if not isinstance(leaf, torch.Tensor):
             return None
-        return Place(leaf) if leaf.requires_grad else self._shared.of(number, leaf)
+        if leaf.requires_grad:
+            return Place(self._memory.inputs.like((self._place[1], number), leaf))
+        return self._shared.of(number, leaf)
 
     def _record_backward(self, recording: _Recording, places: Sequence[torch.Tensor]) -> None:
         """Record the backward, if that is possible. `places`: of the gradients of the results that have one."""
         graph = Graph(self._memory, self._memory.backwards)
         pattern = recording.pattern
         assert pattern is not None
-        try:
-            gradients = graph.record(lambda: _gradients(recording, pattern, places))
-        except Exception as error:
-            self.has_ended, self.why = True, str(error)
-            return
-        recording.gradients = list(map(self._memory.place_of, gradients))
-        recording.backward = graph
+        with self._memory.counted():
+            try:
+                gradients = graph.record(lambda: _gradients(recording, pattern, places))
+            except Exception as error:
+                self._fail(error)
+                return
+            recording.gradients = list(map(self._memory.place_of, gradients))
+            recording.backward = graph
+            del gradients
 
-    def end(self, why: str = "") -> None:
-        """Run as it is written from now on, and free the recordings. No graph waits for its backward."""
-        self.has_ended, self.why = True, why
+    @property
+    def may_release(self) -> bool:
+        """Whether it has a graph or a recording that is not needed any more, once no graph waits for its backward. A
+        backward that is not recorded yet, or gets the gradients of other results, needs the graph."""
+        recording = self.recording
+        if recording is None or not recording.made:
+            return False
+        return self.has_ended or (recording.backward is not None and sum(recording.needing) == 1)
+
+    def release(self) -> None:
+        """Leave the memory of the recorded graph to recordings of other shapes. No forward is recorded for this shape
+        any more: it would use the same memory."""
+        if self.has_ended:
+            self.end()
+        if (recording := self.recording) is None:
+            return
+        results = recording.results
+        results[:] = map(self._memory.place_of, results)  # in place: on the CPU accelerator replays write to them
+        recording.result, recording.made = with_leaves(recording.result, iter(results)), []
+
+    def end(self) -> None:
+        """Run as it is written from now on, and free the recording. No graph waits for its backward."""
+        self.has_ended = True
         self.recording = None
 
     # ---- the parts of `_Replay` --------------------------------------------------------------------------------------
@@ -296,8 +336,8 @@ class CapturedBlock:
         """Return copies of the results, which the next replay overwrites, and those that need no gradient."""
         assert self.recording is not None
         copies = [None if each is None else each.detach().clone() for each in self.recording.results]
-        pairs = zip(copies, self.recording.results, strict=True)
-        return copies, [copied for copied, each in pairs if copied is not None and not _needs_gradient(each)]
+        pairs = zip(copies, self.recording.needing, strict=True)
+        return copies, [copied for copied, needs in pairs if copied is not None and not needs]
 
     def versions(self) -> list[int]:
         """Return how often each weight has been written."""
@@ -323,10 +363,14 @@ class CapturedBlock:
         for weight, version in zip(recording.weights.parameters, versions, strict=True):
             SavedTensor(weight, version).unchanged()
         memory.lent.take_back()
-        needed = [(each, new) for each, new in zip(recording.results, gradients, strict=True) if _needs_gradient(each)]
+        all_results = zip(recording.results, recording.needing, gradients, strict=True)
+        needed = [(each, new) for each, needs, new in all_results if needs]
         pattern = tuple(new is not None for _, new in needed)
         given = [(each, new) for each, new in needed if each is not None and new is not None]
-        places = memory.gradient_places([each for each, _ in given])
+        count = len(recording.inputs)
+        if not given:
+            return [None] * (count + len(recording.weights.trained))
+        places = self._shared.of_gradients([each for each, _ in given])
         for place, (_, gradient) in zip(places, given, strict=True):
             place.copy_(gradient)
         if recording.pattern is None:
@@ -337,7 +381,6 @@ class CapturedBlock:
             found = recording.gradients
         else:
             found = memory.aside(lambda: _gradients(recording, pattern, places))
-        count = len(recording.inputs)
         copies = [None if each is None else each.clone() for each in found[:count]]
         return copies + self._give(recording.weights.trained, found[count:], receivers[count:])
 
@@ -363,8 +406,6 @@ def _gradients(
     wanted = [*recording.inputs, *recording.leaves]
     needing = [each for each in recording.made if _needs_gradient(each)]
     results = [each for each, has_one in zip(needing, pattern, strict=True) if has_one]
-    if not results:
-        return [None] * len(wanted)
     # The saved tensors of the recorded forward stay, because its replays write into them.
     return list(torch.autograd.grad(results, wanted, gradients, allow_unused=True, retain_graph=True))
 

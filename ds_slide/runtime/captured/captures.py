@@ -1,19 +1,18 @@
-"""Decides whether blocks replay recordings: it is tried where all batches have one shape, and kept where a step is
-shorter with it.
+"""Decides which blocks replay recordings, for batches of which shapes.
 
-    WAITING    until some steps in a row had one shape, with activations kept
-    RECORDING  the next step records the blocks that keep all of their activations
-    TRYING     some steps are timed, and compared with those before
-    KEPT       the recordings stay, until a batch has another shape or memory is short
-    OFF        a step is not shorter with recordings, or it is switched off
+    WAITING    until the use of memory is settled; and for a while after recordings had to be freed
+    RECORDING  shapes are recorded, each when it has come often enough
+    OFF        no block can be recorded, or it is switched off
 
-Recordings hold the kept activations of their blocks for ever, and some memory beside them. A batch of another shape
-frees them, and recordings begin anew after a pause that doubles each time.
+A shape is recorded if the device waits for the host: most blocks of its last forward found the device without work when
+the host began to launch them. (A device that has work left would not be done earlier with a recording.) Recordings need
+memory beside the kept activations, which all shapes share. If it is not spare, or other batches need it, the recordings
+are freed, and begin anew after a pause that doubles each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -21,27 +20,21 @@ from ds_slide.plan.spare import Shape
 from ds_slide.report.log import log, size
 from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
-from ds_slide.runtime.captured.block import CapturedBlock
 from ds_slide.runtime.captured.checks import has_experts
 from ds_slide.runtime.captured.graphs import Memory
-from ds_slide.runtime.captured.inputs import SharedPlaces
+from ds_slide.runtime.captured.recordings import Recordings
+from ds_slide.runtime.captured.shapes import STEADY, SeenShape, Shapes
 from ds_slide.runtime.core.device import Device
 
-STEADY = 3
-"""Steps of one shape that are timed before a recording, and after it."""
-SHORTER = 0.98
-"""Recordings stay where a step takes at most this part of the time before."""
 BESIDE = 0.3
 """Memory beside the kept activations, as a part of them: copies of inputs and results, and temporary tensors."""
 MOST_PAUSE = 1000
-"""The longest pause before a recording, in steps."""
+"""The longest pause before recordings, in steps."""
 
 
 class Phase(Enum):
     WAITING = auto()
     RECORDING = auto()
-    TRYING = auto()
-    KEPT = auto()
     OFF = auto()
 
 
@@ -67,130 +60,163 @@ class Captures:
         self._stream: Any = None
         """Of recordings; None before the first one."""
         self._memory: Memory | None = None
-        self._shared = SharedPlaces()
-        self._blocks: dict[int, CapturedBlock] = {}
-        self._shape: Shape | None = None
+        self.shapes = Shapes()
+        self._numbers = 0
+        """The number of shapes that have been recorded, now and then."""
+        self._current: SeenShape | None = None
+        """The shape of the newest forward."""
         self._is_stale = False
-        """Whether a batch has another shape than the recordings, which are freed as soon as no graph needs them."""
-        self._whole: frozenset[int] = frozenset()
-        """Blocks that keep all activations in the forward under way."""
-        self._seconds: list[float] = []
-        """Of the newest steps of one shape."""
-        self._before_s = 0.0
+        """Whether the recordings are freed as soon as no graph needs them."""
+        self._steps = 0
+        """Steps since recordings were freed last."""
         self._pause = STEADY
-        """Steps of one shape before a recording."""
+        """Steps before recordings begin."""
         self._pushed = 0
-        """The forwards that recordings had begun when the last step ended."""
-        self._unused = 0
-        """The number of the last steps in a row without a replay."""
+        """The forwards of blocks that recordings had begun when the newest forward began."""
+        self._might_replay = False
+        """Whether the newest forward began with recordings, and while no graph waited for its backward."""
+        self._has_said = False
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
     def begin(self, shape: Shape | None) -> None:
-        """Begin a forward with gradients. Another shape frees the recordings, before anything is kept."""
+        """Begin a forward with gradients, in a batch of `shape`."""
         if self.phase is Phase.OFF:
             return
-        if shape != self._shape:
-            self._is_stale |= bool(self._blocks)
-            self._shape, self._seconds = shape, []
-        self._shared.forget()
-        if self._memory is None or not self._memory.stack.is_empty:
-            return
-        if self._is_stale:
+        if self._current is not None and self._current.recordings is not None:
+            self._settle(self._current, self._current.recordings)
+        if self._is_stale and self._is_idle:
             self._free()
-            return
-        self._memory.lent.take_back()
-        for block in self._blocks.values():
-            if block.has_ended:
-                block.end(block.why)
+        self._current = None if shape is None else self.shapes.see(shape)
+        recordings = None if self._current is None else self._current.recordings
+        self._might_replay = recordings is not None and self._is_idle
+        if self._memory is not None:
+            self._pushed = self._memory.stack.pushed
+            if recordings is not None:
+                recordings.shared.forget()
+            if self._is_idle:
+                self._memory.lent.take_back()
 
-    def note_kept(self, whole: frozenset[int]) -> None:
-        """Note which blocks keep all activations in this forward."""
-        self._whole = whole
+    def end_forward(self, *, completed: bool) -> None:
+        """End the forward. `completed`: no exception has ended it. Otherwise some blocks may lack their recordings."""
+        recordings = None if self._current is None else self._current.recordings
+        if recordings is not None:
+            self._is_stale |= recordings.is_open and not completed
+            recordings.is_open = False
+
+    def _settle(self, shape: SeenShape, recordings: Recordings) -> None:
+        """Free what the forward before, which had these recordings, has left."""
+        self._is_stale |= recordings.lacks_memory
+        has_replayed = self._memory is not None and self._memory.stack.pushed > self._pushed
+        shape.unused = 0 if has_replayed or not self._might_replay else shape.unused + 1
+        if not recordings.blocks:
+            shape.recordings = None
+        elif self._is_idle:
+            recordings.release()
+            if shape.unused >= STEADY:
+                recordings.end()
+                shape.drop()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no graph waits for the backward of a recording."""
+        return self._memory is None or self._memory.stack.is_empty
+
+    def room_of(self, room: float, nbytes: int, gradient_bytes: int) -> tuple[float, int]:
+        """Decide whether the forward that begins records its blocks. `room`: bytes that it may keep beside recordings.
+        `nbytes`: of the activations of all blocks. `gradient_bytes`: of one block. -> bytes that it may keep, and how
+        many of these are in the memory of recordings."""
+        shape, held = self._current, self.nbytes
+        if self.phase is Phase.OFF or shape is None or shape.recordings is not None or not self._is_idle:
+            return room, 0
+        fits = self._wanted is True or room + held >= (1 + BESIDE) * nbytes + 3 * gradient_bytes
+        if nbytes and room >= 0 and fits and self._is_due(shape):
+            self._memory = self._memory or self._own_memory()
+            shape.recordings = Recordings(self._memory, self._numbers, copies=self._copies)
+            self._numbers += 1
+            return room + held, held
+        if held and room < nbytes:
+            log.info(f"recordings of blocks are freed: batches of another shape need their {size(held)}")
+            self._free()
+            return room + held, 0
+        return room, 0
+
+    def _is_due(self, shape: SeenShape) -> bool:
+        is_slow = self._wanted is True or shape.waited
+        return self.phase is Phase.RECORDING and is_slow and self.shapes.is_due(shape)
+
+    def _own_memory(self) -> Memory:
+        self._stream = self._stream or self._device.stream()
+        return Memory(self._device, self._stream)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the GPU that recordings have for the tensors of their blocks."""
+        return 0 if self._memory is None else self._memory.nbytes
 
     @property
     def recorded(self) -> frozenset[int]:
-        """The blocks whose activations have their memory already."""
-        recorded = ((order, block) for order, block in self._blocks.items() if block.recording is not None)
-        return frozenset(order for order, block in recorded if not block.has_ended)
+        """The blocks that have a recording for the shape of the newest forward."""
+        recordings = None if self._current is None else self._current.recordings
+        return frozenset() if recordings is None else recordings.recorded
 
     @property
     def ready(self) -> frozenset[int]:
         """The blocks that the forward that begins may replay: none while an older graph waits for its backward."""
-        return self.recorded if self._memory is not None and self._memory.stack.is_empty else frozenset()
+        return self.recorded if self._is_idle else frozenset()
 
     def has_replayed(self, order: int) -> bool:
         """Whether the latest call of a block was a replay."""
-        return order in self._blocks and self._blocks[order].has_replayed
+        recordings = None if self._current is None else self._current.recordings
+        return recordings is not None and order in recordings.blocks and recordings.blocks[order].has_replayed
 
     def block_of(self, call: BlockCall) -> Callable[[BlockCall], Any] | None:
         """Return what runs a call of a block that keeps all activations; None where it runs as it is written."""
-        unit = call.unit
-        if self.phase is Phase.OFF or self._is_stale or unit.is_streamed:
+        unit, shape = call.unit, self._current
+        if self.phase is Phase.OFF or self._is_stale or unit.is_streamed or shape is None:
             return None
-        block = self._blocks.get(unit.order)
-        if block is None and self.phase is Phase.RECORDING and (self._wanted is True or not has_experts(call.modules)):
-            block = self._blocks[unit.order] = CapturedBlock(
-                call.modules,
-                unit.name,
-                self._states[unit.order],
-                self._own_memory(),
-                self._shared,
-                len(self._blocks),
-                copies=self._copies,
-            )
-        if block is None or block.has_ended or (block.recording is None and self.phase is not Phase.RECORDING):
+        if (recordings := shape.recordings) is None:
+            if self._wanted == "auto":
+                # A query of the stream, which does not wait, less than 2 us.
+                shape.note_issue(is_working=self._device.is_working())
             return None
-        return block.run
-
-    def _own_memory(self) -> Memory:
-        if self._memory is None:
-            self._device.release_cached()  # recordings take memory of their own, which torch does not free meanwhile
-            self._stream = self._stream or self._device.stream()
-            self._memory = Memory(self._device, self._stream)
-        return self._memory
+        if unit.order in recordings.blocks or recordings.lacks_memory:
+            block = recordings.block_of(unit.order)
+            return None if block is None else block.run
+        if not recordings.is_open or (self._wanted == "auto" and has_experts(call.modules)):
+            return None
+        if not recordings.blocks:
+            if (gone := self.shapes.make_place()) is not None:
+                gone.end()
+            self._device.release_cached()  # the pools may grow, and torch frees no cached memory in a recording
+        return recordings.add(call, self._states[unit.order]).run
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
-    def end_step(self, seconds: float, room: float, kept_bytes: int, gradient_bytes: int, *, is_settled: bool) -> None:
-        """End a step of `seconds`. `room`: bytes free beside the `kept_bytes` of activations. `gradient_bytes`: of one
-        block. `is_settled`: no decision about memory is to come in the next steps."""
-        if self.phase is Phase.OFF or self._shape is None:
+    def end_step(self, *, is_settled: bool) -> None:
+        """End a step. `is_settled`: no decision about memory is to come in the next steps."""
+        if self.phase is Phase.OFF:
             return
-        self._seconds = [*self._seconds[-MOST_PAUSE:], seconds]
-        latest = self._seconds[-STEADY:]
-        if self.phase is Phase.RECORDING:
-            self._seconds, self.phase = [], Phase.TRYING
-            if not self.recorded:
-                self._give_up(f"no block could be recorded ({self._whys() or 'they have experts'})")
-        elif self.phase is Phase.TRYING and len(self._seconds) >= STEADY:
-            if self._memory is not None and self._memory.stack.is_empty:
-                self._judge(min(latest))
-        elif self.phase is Phase.KEPT and self._memory is not None:
-            self._unused = self._unused + 1 if self._memory.stack.pushed == self._pushed else 0
-            self._pushed = self._memory.stack.pushed
-            self._is_stale |= self._unused >= STEADY
-        elif self.phase is Phase.WAITING and self._whole and is_settled and len(self._seconds) >= self._pause:
-            fits = room >= BESIDE * kept_bytes + 3 * gradient_bytes
-            if fits or self._wanted is True:
-                self._before_s, self.phase = min(latest), Phase.RECORDING
+        self._steps += 1
+        self.phase = Phase.RECORDING if is_settled and self._steps >= self._pause else Phase.WAITING
+        if not self._has_said and not self._is_stale:
+            self._say([each.recordings for each in self.shapes.recorded if each.recordings is not None])
 
-    def _judge(self, seconds: float) -> None:
-        count = len(self.recorded)
-        if self._wanted is not True and seconds > SHORTER * self._before_s:
-            self._give_up(f"a step takes {seconds:.3f} s with them and {self._before_s:.3f} s without")
+    def _say(self, made: Sequence[Recordings]) -> None:
+        """Say that blocks are recorded, or give up where none can be. `made`: the recordings so far."""
+        if not any(each.blocks for each in made) or any(each.lacks_memory for each in made):
             return
-        self.phase = Phase.KEPT
-        whys = self._whys()
-        rest = f"; others run as they are written ({whys})" if whys else ""
-        log.info(
-            f"{count} blocks replay recorded forwards and backwards (CUDA graphs): {seconds:.3f} s a step, after "
-            f'{self._before_s:.3f} s{rest} ("ds_slide": {{"captured_blocks": false}} switches this off)'
-        )
-
-    def _whys(self) -> str:
-        """Return why blocks are not recorded."""
-        return "; ".join(sorted({block.why for block in self._blocks.values() if block.why}))
+        whys = "; ".join(sorted({each.whys for each in made if each.whys}))
+        if not any(each.recorded for each in made):
+            self._give_up(f"no block could be recorded ({whys})")
+        else:
+            self._has_said = True
+            rest = f"; others run as they are written ({whys})" if whys else ""
+            log.info(
+                f"{max(len(each.recorded) for each in made)} blocks replay recorded forwards and backwards (CUDA "
+                f"graphs), in batches of the most frequent shapes; they hold {size(self.nbytes)} of the GPU{rest} "
+                f'("ds_slide": {{"captured_blocks": false}} switches this off)'
+            )
 
     def _give_up(self, why: str) -> None:
         log.info(f"blocks are not replayed from recordings (CUDA graphs): {why}")
@@ -199,14 +225,14 @@ class Captures:
 
     def note_second_derivative(self) -> None:
         """Note a backward with create_graph=True, which cannot be replayed."""
-        if self.phase is not Phase.OFF and not self._blocks:
+        if self.phase is not Phase.OFF and not self.shapes.recorded:
             self._give_up("a backward has create_graph=True")
 
     # ---- their memory ------------------------------------------------------------------------------------------------
 
     def give_up(self) -> int:
         """Free the recordings, where no graph waits for its backward. -> bytes that have come free."""
-        if self._memory is None or not self._memory.stack.is_empty:
+        if self._memory is None or not self._is_idle:
             return 0
         before = self._device.allocated() if self._device.is_cuda else 0
         self._free()
@@ -218,24 +244,21 @@ class Captures:
     def leave_weights(self) -> None:
         """Free the recordings because weights are about to move: now, or once no graph waits for its backward."""
         self.give_up()
-        self._is_stale = bool(self._blocks)
+        self._is_stale = self._memory is not None
 
     def _free(self) -> None:
         """Free the recordings. The pause before new ones doubles."""
         if self._memory is not None:
             self._memory.lent.take_back()
-        for block in self._blocks.values():
-            block.end()
-        self._blocks.clear()
-        self._shared.clear()
-        self._memory = None
-        if self._device.is_cuda and self.phase is not Phase.WAITING:
+            for each in self.shapes.clear():
+                each.end()
+            self._memory.close()
+            self._memory = None
             self._device.release_cached()
-        if self.phase is not Phase.OFF:
-            self.phase = Phase.WAITING
-        self._seconds, self._is_stale = [], False
-        self._pause = min(2 * self._pause, MOST_PAUSE)
-        self._pushed = self._unused = 0
+            self._pause = min(2 * self._pause, MOST_PAUSE)
+        self._is_stale = self._might_replay = False
+        self._steps = self._pushed = 0
+        self.phase = Phase.OFF if self.phase is Phase.OFF else Phase.WAITING
 
     def close(self) -> None:
         """Free the recordings for good."""

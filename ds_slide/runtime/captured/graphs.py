@@ -3,17 +3,22 @@
 All forwards share one pool of memory, and all backwards another. Within a pool a recording may use memory that earlier
 recordings have freed again, as torch's allocator counts it:
 
-    forwards    Tensors saved for backward are never freed. The other tensors of a forward lie in memory that later
-                recordings use, for saved tensors, too. So a forward must not run while a block that was recorded later
-                still waits for its backward (`Stack`).
+    forwards    Tensors saved for backward are freed when a batch has recorded all blocks, forward and backward. The
+                recordings of another shape then use the same memory. So no forward runs while a graph of another shape
+                waits for its backward. The other tensors of a forward lie in memory that later recordings of its own
+                shape use, for saved tensors, too. So a forward must not run while a block that was recorded later
+                still waits (`Stack`).
     backwards   Nothing stays. The gradients of a backward are read before the next backward runs (`Lent`).
+
+A recording knows its tensors by their addresses alone, so it needs no tensor of torch's to be alive. The pools stay
+until the last recording is freed, and torch gives their memory to nothing else.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -100,17 +105,36 @@ class Memory:
         self.backwards: Any = torch.cuda.graph_pool_handle() if device.is_cuda else None
         self.stack = Stack()
         self.lent = Lent()
-        self._gradient_places: dict[Any, torch.Tensor] = {}
+        self.inputs = InputMemory()
+        self.nbytes = 0
+        """Bytes of the two pools; 0 on the CPU accelerator."""
+        self._held = 0
+        """The bytes among them that torch counts as free."""
 
-    def gradient_places(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the places where backwards read the gradients of `results`. Blocks with results alike share them."""
-        found = []
-        for number, each in enumerate(results):
-            key = number, each.shape, each.dtype
-            if key not in self._gradient_places:
-                self._gradient_places[key] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-            found.append(self._gradient_places[key])
-        return found
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what recordings take of the GPU for the pools, and what they leave there to later recordings."""
+        if not self.device.is_cuda:
+            yield
+            return
+        reserved, allocated = self.device.reserved(), self.device.allocated()
+        try:
+            yield
+        finally:
+            # What grows meanwhile are the pools: nothing else takes memory but the lanes, whose buffers are there.
+            grown = max(0, self.device.reserved() - reserved)
+            self.nbytes += grown
+            self._hold(grown - (self.device.allocated() - allocated))
+
+    def _hold(self, more: int) -> None:
+        self._held += more
+        self.device.hold(more)
+
+    def close(self) -> None:
+        """Count nothing more: all recordings are freed."""
+        if self.device.is_cuda:
+            self._hold(-self._held)
+            self.nbytes = 0
 
     def aside(self, function: Callable[[], T]) -> T:
         """Run `function`, which computes a recorded graph, on the stream of recordings."""
@@ -125,11 +149,31 @@ class Memory:
 
     def place_of(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """Return a tensor on the memory of `tensor` that does not keep this memory from later recordings."""
-        if tensor is None or not self.device.is_cuda:
-            return tensor
+        if tensor is None:
+            return None
         storage = tensor.untyped_storage()
+        if not self.device.is_cuda or not storage.nbytes():
+            return tensor.detach()
         whole = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
         return whole.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+class InputMemory:
+    """The memory of the inputs of blocks that need a gradient. Calls with all shapes use the same bytes, since no two
+    shapes wait for their backward at once."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[Any, torch.Tensor] = {}
+
+    def like(self, key: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor for an input like `tensor`. `key`: tells it from the other inputs of its shape."""
+        wanted = torch.empty_like(tensor, device="meta")  # its strides, unless elements share their memory
+        nbytes = wanted.untyped_storage().nbytes()
+        with torch.no_grad():
+            if (found := self._bytes.get(key)) is None or found.nbytes < nbytes:
+                # Tensors of earlier, shorter calls keep the memory that they have.
+                self._bytes[key] = found = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+            return found[:nbytes].view(wanted.dtype).as_strided(wanted.size(), wanted.stride()).detach()
 
 
 class _Bytes:
@@ -145,26 +189,28 @@ class Token:
     """A forward that has run, and whose graph may have its backward. The graph holds the object, and lets go of it when
     it frees its saved tensors."""
 
-    __slots__ = ("__weakref__", "index")
+    __slots__ = ("__weakref__", "index", "shape")
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, shape: int, index: int) -> None:
+        self.shape = shape
         self.index = index
 
 
 class Stack:
-    """The forwards that wait for their backward, in the order of their recordings."""
+    """The forwards that wait for their backward, all of one shape, in the order of their recordings."""
 
     def __init__(self) -> None:
         self._tokens: list[weakref.ref[Token]] = []
         self.pushed = 0
         """The number of forwards that have begun."""
 
-    def push(self, index: int) -> Token | None:
-        """Begin a forward of the recording `index`; None where it would overwrite the tensors of one that waits."""
+    def push(self, shape: int, index: int) -> Token | None:
+        """Begin a forward of the recording `index` of a shape; None where it would overwrite the tensors of one that
+        waits."""
         latest = self._latest()
-        if latest is not None and latest.index >= index:
+        if latest is not None and (latest.shape != shape or latest.index >= index):
             return None
-        token = Token(index)
+        token = Token(shape, index)
         self._tokens.append(weakref.ref(token))
         self.pushed += 1
         return token

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ds_slide.runtime.captured.graphs import Token
+from ds_slide.runtime.core.calls import mapped
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Types of arguments that are no tensors, of blocks that may be recorded. They are compared by value."""
@@ -34,12 +35,7 @@ def leaves_of(node: Any) -> Iterator[Any]:
 
 def with_leaves(node: Any, leaves: Iterator[Any]) -> Any:
     """Return `node` with other leaves."""
-    kind = type(node)
-    if kind is dict:
-        return {key: with_leaves(each, leaves) for key, each in node.items()}
-    if kind is tuple or kind is list:
-        return kind([with_leaves(each, leaves) for each in node])
-    return next(leaves)
+    return mapped(lambda _: next(leaves), node)
 
 
 def _outline(node: Any) -> Any:
@@ -92,8 +88,11 @@ class Place:
     """A tensor that recordings read. It is filled before each replay. Backwards read it, too: it keeps its contents
     while a forward that has read them waits for its backward."""
 
-    def __init__(self, like: torch.Tensor) -> None:
-        self.tensor = torch.empty_like(like.detach())  # with its strides, unless elements share their memory
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        # The same memory with versions of its own. A recorded graph saves `tensor`, and may have its backward after
+        # later calls; torch refuses a backward through a tensor with a new version.
+        self._memory = tensor.data
         self._source: weakref.ref[torch.Tensor] | None = None
         self._versions = 0, 0
         self._readers: weakref.WeakSet[Token] = weakref.WeakSet()
@@ -105,7 +104,7 @@ class Place:
     def fill(self, source: torch.Tensor, reader: Token) -> None:
         """Copy `source`, unless the place has its contents already. `reader`: of the forward that reads it."""
         if not self._has(source):
-            self.tensor.copy_(source)
+            self._memory.copy_(source)
             self._source, self._versions = weakref.ref(source), (source._version, self.tensor._version)
         self._readers.add(reader)
 
@@ -114,23 +113,37 @@ class Place:
         self._source = None
 
     def _has(self, source: torch.Tensor) -> bool:
-        is_same = self._source is not None and self._source() is source
+        # An input that needs a gradient shares its memory with calls of other shapes.
+        is_same = self._source is not None and self._source() is source and not source.requires_grad
         return is_same and self._versions == (source._version, self.tensor._version)
 
 
 class SharedPlaces:
-    """Places of inputs without a gradient, which most blocks get alike: position embeddings, masks. Models with two
-    kinds of layers have two masks of one shape, and so two places."""
+    """Places that the blocks of one shape share: of the gradients of results, and of inputs without a gradient, which
+    most blocks get alike (position embeddings, masks). Models with two kinds of layers have two masks of one shape, and
+    so two places."""
 
     def __init__(self) -> None:
         self._places: dict[Any, list[Place]] = {}
+        self._gradients: dict[Any, torch.Tensor] = {}
 
     def of(self, index: int, tensor: torch.Tensor) -> Place:
         """Return a place that may take the leaf `index` of a call."""
         places = self._places.setdefault((index, tensor.shape, tensor.stride(), tensor.dtype, tensor.device), [])
         found = next((each for each in places if each.may_take(tensor)), None)
         if found is None:
-            places.append(found := Place(tensor))
+            # with its strides, unless elements share their memory
+            places.append(found := Place(torch.empty_like(tensor.detach())))
+        return found
+
+    def of_gradients(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the places where backwards read the gradients of `results`. Blocks with results alike share them."""
+        found = []
+        for number, each in enumerate(results):
+            key = number, each.shape, each.dtype
+            if key not in self._gradients:
+                self._gradients[key] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+            found.append(self._gradients[key])
         return found
 
     def forget(self) -> None:
@@ -138,6 +151,3 @@ class SharedPlaces:
         for places in self._places.values():
             for each in places:
                 each.forget()
-
-    def clear(self) -> None:
-        self._places.clear()

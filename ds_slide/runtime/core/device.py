@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,12 +49,19 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """The environment variables that configure torch's allocator."""
 
 
+_held: Counter[torch.device] = Counter()
+"""Bytes of each GPU that torch has reserved for the recordings of all engines, and that it does not count as allocated.
+"""
+
+
 class Device:
     """The accelerator that computes. `torch.device("cpu")` is the CPU accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
         self.is_cuda = device.type == "cuda"
+        self._peak_before = 0
+        """The peak since `reset_peak`, when the held bytes changed last."""
 
     def stream(self) -> Any:
         """Return a new side stream (None on the CPU accelerator)."""
@@ -106,8 +114,7 @@ class Device:
         free, total = torch.cuda.mem_get_info(self.torch)
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):
             total = int(total * torch.cuda.get_per_process_memory_fraction(self.torch))
-        reserved = torch.cuda.memory_reserved(self.torch)
-        return min(free + reserved, total) - self.allocated(), total
+        return min(free + self.reserved(), total) - self.allocated(), total
 
     def expand_segments(self) -> None:
         """Turn on torch's expandable segments, unless the user has configured the allocator. Without them a gap between
@@ -126,14 +133,26 @@ class Device:
             configure("expandable_segments:False")
 
     def allocated(self) -> int:
-        """Return the bytes of tensors on the GPU, as torch counts them on the host."""
-        return torch.cuda.memory_allocated(self.torch)
+        """Return the bytes of tensors on the GPU, as torch counts them on the host, and the held bytes."""
+        return torch.cuda.memory_allocated(self.torch) + _held[self.torch]
+
+    def reserved(self) -> int:
+        """Return the bytes that torch has from the driver, for tensors present and coming."""
+        return torch.cuda.memory_reserved(self.torch)
+
+    def hold(self, more: int) -> None:
+        """Count so many more bytes as allocated: torch has reserved them for recordings, and gives them to nothing
+        else."""
+        self._peak_before = self.peak()  # it has nothing of these bytes
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        _held[self.torch] += more
 
     def peak(self) -> int:
-        """Return the most bytes of tensors since `reset_peak`."""
-        return torch.cuda.max_memory_allocated(self.torch)
+        """Return the most bytes of tensors since `reset_peak`, and the held bytes."""
+        return max(self._peak_before, torch.cuda.max_memory_allocated(self.torch) + _held[self.torch])
 
     def reset_peak(self) -> None:
+        self._peak_before = 0
         torch.cuda.reset_peak_memory_stats(self.torch)
 
     def release_cached(self) -> None:

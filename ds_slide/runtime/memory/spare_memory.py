@@ -100,6 +100,8 @@ class SpareMemory:
         if with_gradient:
             self.shortage.notice()
         room = self.room.of(shape, with_gradient=with_gradient)
+        if room < 0 and self.activations.captures.give_up():
+            room = self.room.of(shape, with_gradient=with_gradient)
         if room < 0:
             movable = self.activations.movable_bytes(shape) if with_gradient else 0
             missing = -self.room.of(shape, with_gradient=with_gradient, elsewhere=movable)
@@ -164,7 +166,7 @@ class SpareMemory:
     def end_forward(self, *, completed: bool = False) -> None:
         """End the forward. `completed`: no exception has ended it."""
         self.shortage.end_forward()
-        self.activations.end()
+        self.activations.end(completed=completed)
         self.need.end_forward(completed=completed)
 
     def _give_back(self, missing: float) -> bool:
@@ -213,18 +215,9 @@ class SpareMemory:
             if lacks_margin and looks.step > looks.latest + 1:  # torch makes room in the step after a decision
                 self.room.widen_margin()
         self._peak = self.need.peak
-        self._end_step_of_captures(forwards)
-
-    def _end_step_of_captures(self, forwards: int) -> None:
-        """Let recordings of blocks begin, stay or go. Recordings begin when the use of memory has been decided."""
-        latest, kept = self._context.recorder.latest, self.activations.kept_bytes
-        if latest is None or not forwards:
-            return
-        looks, shape = self._looks, self.need.under_way
-        room = self.room.of(shape) - kept
-        is_settled = looks.step > LOOKS[-1] and not looks.coming & {looks.step + 1, looks.step + 2}
-        gradients = self.activations.costs.gradient_bytes
-        self.activations.captures.end_step(latest.step_s, room, kept, gradients, is_settled=is_settled)
+        if forwards:  # recordings begin when the use of memory has been decided
+            is_settled = looks.step > LOOKS[-1] and not looks.coming & {looks.step + 1, looks.step + 2}
+            self.activations.captures.end_step(is_settled=is_settled)
 
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of `forwards` forwards."""

@@ -2,58 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from activation_runs import CASES, MODELS, SCHEDULES, config_of, layers_of, llama, run
-from harness import Batch, Result, batches, differences, engine_for, states_of, train
+from captured_runs import RECORDING, RESIDENT, STEPS, Train, both, captures_of, counted_replays
+from harness import Batch, Result, batches, differences, engine_for, train
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.captured.captures import STEADY, Phase
+from ds_slide.runtime.captured.captures import Phase
 from ds_slide.runtime.captured.graphs import Graph
-from ds_slide.runtime.memory.spare_memory import LOOKS
+from ds_slide.runtime.captured.shapes import STEADY
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank")]
-RECORDING = LOOKS[-1] + 2
-"""The step that records: behind the last decision about memory, and one more step."""
-STEPS = RECORDING + STEADY + 1
-RESIDENT = {"gpu_memory": "1GiB", "gpu_states": "1GiB"}
-Train = Callable[[Any], Any]
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """All replays, of forwards and backwards."""
-    found: list[Graph] = []
-    replay = Graph.replay
-
-    def counted(self: Graph) -> None:
-        found.append(self)
-        replay(self)
-
-    monkeypatch.setattr(Graph, "replay", counted)
-    return found
-
-
-def captures_of(engine: Any) -> Any:
-    return engine.optimizer.runtime.parts.spare.activations.captures
-
-
-def both(training: Train, build: Callable[[], Any] = llama, schedule: str = "clipping") -> list[Result]:
-    """The results of `training` with blocks as they are written, and with recordings."""
-    found = []
-    for wanted in (False, True):
-        model = build()
-        torch.manual_seed(3)
-        with engine_for(model, config_of({**RESIDENT, "captured_blocks": wanted}, schedule)) as engine:
-            result = training(engine) or Result()
-            result.states = states_of(model)
-            found.append(result)
-    return found
+    return counted_replays(monkeypatch)
 
 
 @pytest.mark.parametrize(("name", "schedule"), CASES)
@@ -71,25 +42,26 @@ def test_replayed_blocks_have_the_same_bits(name: str, schedule: str, replays: l
     assert len(replays) == 2 * blocks * count * (STEPS - RECORDING + 1)
 
 
-def test_another_shape_frees_the_recordings() -> None:
-    """They begin anew, after a longer pause, where batches have one shape again."""
-    data = [*batches(STEPS), *batches(1, seed=2, length=16), *batches(2 * STEADY + 2, seed=3)]
-    phases: list[tuple[Phase, int]] = []
+def test_each_shape_that_comes_often_has_recordings() -> None:
+    """Batches of another shape leave them alone."""
+    lengths = [32] * STEPS + [16, 32, 16, 24, 16, 16, 32, 16, 24]
+    data = [each for number, length in enumerate(lengths) for each in batches(1, seed=number, length=length)]
+    replayed: list[tuple[int, int]] = []
 
     def training(engine: Any) -> Result:
         result = Result()
         for batch in data:
             result.losses += train(engine, [batch]).losses
-            phases.append((captures_of(engine).phase, len(captures_of(engine).recorded)))
+            captures = captures_of(engine)
+            replayed.append((len(captures.recorded), len(captures.shapes.recorded)))
         return result
 
     expected, result = both(training)
     assert differences(result, expected) == []
-    phases = phases[len(data) :]
-    assert phases[STEPS - 1] == (Phase.KEPT, 6)
-    assert phases[STEPS] == (Phase.WAITING, 0)
-    assert phases[STEPS + 2 * STEADY] == (Phase.RECORDING, 0)
-    assert phases[STEPS + 2 * STEADY + 1] == (Phase.TRYING, 6)
+    replayed = replayed[len(data) :]
+    assert replayed[: RECORDING - 1] == [(0, 0)] * (RECORDING - 1)
+    assert replayed[RECORDING - 1 : STEPS] == [(6, 1)] * (STEPS - RECORDING + 1)
+    assert replayed[STEPS:] == [(0, 1), (6, 1), (0, 1), (0, 1), (0, 1), (6, 2), (6, 2), (6, 2), (0, 2)]
 
 
 def two_forwards(engine: Any) -> Result:
@@ -207,9 +179,9 @@ def hooked_weights(engine: Any) -> Result:
 
 
 def interrupted(engine: Any) -> Result:
-    """Ctrl-C in the step that records, and in a later one."""
-    result = Result()
-    data = batches(STEPS + 2)
+    """Ctrl-C in the step that records, and in a later one. What was recorded goes."""
+    result, recorded = Result(), []
+    data = batches(STEPS + 4)
     for number, batch in enumerate(data):
         if number in (RECORDING - 1, RECORDING + 1):
             inner = layers_of(engine.module)[3].mlp.act_fn
@@ -222,7 +194,12 @@ def interrupted(engine: Any) -> Result:
             with pytest.raises(KeyboardInterrupt):
                 engine(**batch)
             inner.forward = written
+            gc.collect()  # the exception holds the graph
         result.losses += train(engine, [batch]).losses
+        recorded.append(len(captures_of(engine).recorded))
+    if captures_of(engine).phase is not Phase.OFF:
+        freed = recorded[RECORDING + 1 :]  # at the latest: the second exception takes the place of the first one
+        assert freed == [0] * (len(freed) - 1) + [6]
     return result
 
 

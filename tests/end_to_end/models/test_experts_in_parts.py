@@ -279,6 +279,23 @@ def test_compiled_models_have_the_same_bits(what: str, slide: dict[str, Any]) ->
                 assert torch.equal(engine(input_ids=some).logits, plain(input_ids=some).logits)
 
 
+def test_experts_that_are_compiled_later_are_fetched_with_their_blocks() -> None:
+    torch._dynamo.reset()
+    model, plain = mixture("qwen3").eval(), mixture("qwen3").eval()
+    ids = batches(1)[0]["input_ids"]
+    with engine_for(model, ds_config(WHOLE)) as engine, torch.no_grad():
+        assert torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+        for number in range(3):
+            some = ids[:1, 2 * number : 2 * number + 2]
+            assert torch.equal(engine(input_ids=some).logits, plain(input_ids=some).logits)
+            assert (engine.optimizer.runtime._tokens_of_uncompiled((), {"input_ids": some}) == 0) == (number > 1)
+            if number == 1:
+                for layer in model.model.layers:
+                    layer.mlp.experts.compile(backend="eager")
+        for some in (ids[:1, 8:10], ids[:1, 10:11]):
+            assert torch.equal(engine(input_ids=some).logits, plain(input_ids=some).logits)
+
+
 def test_writes_to_experts_count() -> None:
     """Between forwards; and they are whole wherever a script reads them."""
     model, plain = mixture("qwen3").eval(), mixture("qwen3").eval()

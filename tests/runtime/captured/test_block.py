@@ -73,8 +73,8 @@ class Captured:
             state.before()
         memory = memory or Memory(Device(torch.device("cpu")), None)
         modules = list(self.module.modules())
-        index = memory.stack.pushed
-        self.block = CapturedBlock(modules, "block", state, memory, shared or SharedPlaces(), index, copies=False)
+        place = 0, memory.stack.pushed
+        self.block = CapturedBlock(modules, "block", state, memory, shared or SharedPlaces(), place, copies=False)
 
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
         function = functools.partial(type(self.module).forward, self.module, **kwargs)
@@ -197,7 +197,7 @@ def test_another_mask_does_not_reach_a_graph_that_waits() -> None:
     """Only the first block waits, so the second one might be replayed."""
     memory, shared = Memory(Device(torch.device("cpu")), None), SharedPlaces()
     first, second = (Captured(shared=shared, memory=memory) for _ in range(2))
-    second.block._index = 1
+    second.block._place = 0, 1
     result = first.run(hidden(), SCALE)
     result = second.run(result, SCALE)
     result.sum().backward()
@@ -339,6 +339,38 @@ def test_a_result_without_a_gradient_counts_for_nothing() -> None:
         captured.twin.zero_grad()
 
 
+def test_a_graph_that_other_gradients_may_need_stays() -> None:
+    captured = Captured(TwoResults)
+    captured.record()
+    assert captured.block.recording is not None and not captured.block.may_release
+    for run in captured.both():
+        run(hidden(2), SCALE)[1].square().sum().backward()
+    own, expected = captured.gradients()
+    assert str(own) == str(expected)
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> None:
+        return None
+
+
+def test_a_backward_without_a_gradient_is_not_recorded() -> None:
+    captured = Captured()
+    wraps: list[Callable[..., torch.Tensor]] = [NoGradient.apply, lambda given: given]
+    for wrap in wraps:
+        assert not captured.block.may_release
+        wrap(captured.run(hidden(2), SCALE)).sum().backward()
+    assert captured.block.may_release
+    assert captured.block.recording is not None and captured.block.recording.pattern == (True,)
+    captured.twin(hidden(2), SCALE).sum().backward()
+    assert captured.gradients()[0] == captured.gradients()[1]
+
+
 def test_a_weight_that_was_written_before_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays compare no versions, on CUDA."""
     captured = Captured()
@@ -350,6 +382,34 @@ def test_a_weight_that_was_written_before_the_backward(monkeypatch: pytest.Monke
             module.down.weight.mul_(2.0)
         with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
             loss.backward()
+
+
+def test_a_backward_that_is_recorded_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a later call than the forward, behind a step. On CUDA it goes through the graph of the first call."""
+    captured = Captured()
+    captured.run(hidden(2), SCALE)
+    monkeypatch.setattr(Graph, "replay", lambda _: None)
+    for run, module in zip(captured.both(), (captured.module, captured.twin), strict=True):
+        with torch.no_grad():
+            module.down.weight.mul_(1.0)
+        run(hidden(2), SCALE.clone()).square().sum().backward()
+    assert captured.block.has_replayed and captured.block.recording is not None
+    assert captured.block.recording.backward is not None
+    assert captured.gradients()[0] == captured.gradients()[1]
+
+
+def test_other_gradients_in_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA they come through the graph of the first call, too."""
+    captured = Captured(TwoResults)
+    captured.record(hidden(2), SCALE)
+    monkeypatch.setattr(Graph, "replay", lambda _: None)
+    for run, module in zip(captured.both(), (captured.module, captured.twin), strict=True):
+        with torch.no_grad():
+            module.down.weight.mul_(1.0)
+        results = run(hidden(2), SCALE.clone())
+        (results[0].sum() + (results[1] * 0.5).sum()).backward()
+    assert captured.block.has_replayed
+    assert str(captured.gradients()[0]) == str(captured.gradients()[1])
 
 
 def test_a_second_backward_of_a_freed_graph_has_the_error_of_torch() -> None:

@@ -1,4 +1,4 @@
-"""Who may use the memory of recordings: `Stack` and `Lent`."""
+"""Who may use the memory of recordings (`Stack`, `Lent`), and how much they hold (`Memory`)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_slide.runtime.captured.graphs import Lent, Stack, Token
+from ds_slide.runtime.captured.graphs import Lent, Memory, Stack, Token
+from ds_slide.runtime.core.device import Device
 
-EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60)
-"""Forwards of a recording (True), and ends of the waiting forward at a place in their list."""
+EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 1), st.integers(0, 5)), max_size=60)
+"""Forwards of a recording of a shape (True), and ends of the waiting forward at a place in their list."""
 
 
 @given(EVENTS)
-def test_no_forward_overwrites_tensors_of_one_that_waits(events: list[tuple[bool, int]]) -> None:
-    """A forward writes into memory that later recordings use for saved tensors, and into its own saved tensors. All
-    other forwards are let through."""
+def test_no_forward_overwrites_tensors_of_one_that_waits(events: list[tuple[bool, int, int]]) -> None:
+    """A forward writes into memory that later recordings of its shape and all recordings of other shapes use for saved
+    tensors, and into its own saved tensors. All other forwards are let through."""
     stack, waiting = Stack(), []
-    for begins, number in events:
+    for begins, shape, number in events:
         if begins:
-            token: Token | None = stack.push(number)
-            assert (token is None) == any(each.index >= number for each in waiting)
+            token: Token | None = stack.push(shape, number)
+            assert (token is None) == any(each.shape != shape or each.index >= number for each in waiting)
             if token is not None:
                 waiting.append(token)
             del token
@@ -67,3 +68,40 @@ def test_gradients_are_added_to_those_before() -> None:
     _, place = lent(parameter, 2.0)
     place.fill_(9.0)
     assert parameter.grad.tolist() == [3.0] * 3
+
+
+class FakeGpu(Device):
+    """A GPU with what torch's allocator would say of it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.is_cuda = True
+        self.torch_allocated = self.torch_reserved = self.held = 0
+
+    def allocated(self) -> int:
+        return self.torch_allocated + self.held
+
+    def reserved(self) -> int:
+        return self.torch_reserved
+
+    def hold(self, more: int) -> None:
+        self.held += more
+
+
+def test_the_pools_count_as_allocated_whatever_torch_counts() -> None:
+    memory, gpu = Memory(Device(torch.device("cpu")), None), FakeGpu()
+    memory.device = gpu
+    gpu.torch_allocated, gpu.torch_reserved = 1000, 1500
+    with memory.counted():  # 100 bytes of saved tensors, in 140 of the pool
+        gpu.torch_allocated, gpu.torch_reserved = 1100, 1640
+    assert (memory.nbytes, gpu.allocated()) == (140, 1140)
+    gpu.torch_allocated += 50  # of anything else
+    with memory.counted():  # the graph is dropped
+        gpu.torch_allocated -= 100
+    assert (memory.nbytes, gpu.allocated()) == (140, 1190)
+    with memory.counted():  # another shape finds 90 bytes there, and takes 60 more
+        gpu.torch_allocated, gpu.torch_reserved = gpu.torch_allocated + 150, gpu.torch_reserved + 60
+    assert (memory.nbytes, gpu.allocated()) == (200, 1250)
+    gpu.torch_allocated -= 150  # all recordings are freed
+    memory.close()
+    assert (memory.nbytes, gpu.allocated()) == (0, 1050)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_slide.runtime.captured.graphs import Token
+from ds_slide.runtime.captured.graphs import InputMemory, Token
 from ds_slide.runtime.captured.inputs import NotRecordable, Place, SharedPlaces, Signature
 
 CPU = torch.device("cpu")
@@ -74,35 +74,35 @@ def test_a_call_without_a_gradient_is_not_recorded() -> None:
 
 
 def test_a_place_has_the_newest_contents() -> None:
-    source, place = torch.zeros(3), Place(ONE)
+    source, place = torch.zeros(3), Place(torch.empty_like(ONE))
     for value in (1.0, 2.0):
         source.fill_(value)
-        place.fill(source, Token(0))
+        place.fill(source, Token(0, 0))
         assert place.tensor.tolist() == [value] * 3
     source.data.fill_(3.0)  # no new version
     place.forget()
-    place.fill(source, Token(0))
+    place.fill(source, Token(0, 0))
     assert place.tensor.tolist() == [3.0] * 3
 
 
 def test_a_tensor_with_the_place_of_another_in_memory_is_not_taken_for_it() -> None:
-    place, source = Place(ONE), torch.full((3,), 1.0)
-    place.fill(source, Token(0))
+    place, source = Place(torch.empty_like(ONE)), torch.full((3,), 1.0)
+    place.fill(source, Token(0, 0))
     del source
-    place.fill(torch.full((3,), 2.0), Token(0))
+    place.fill(torch.full((3,), 2.0), Token(0, 0))
     assert place.tensor.tolist() == [2.0] * 3
 
 
 def test_a_place_that_a_recording_has_written_is_filled_again() -> None:
-    place = Place(ONE)
-    place.fill(ONE, Token(0))
+    place = Place(torch.empty_like(ONE))
+    place.fill(ONE, Token(0, 0))
     place.tensor.zero_()
-    place.fill(ONE, Token(0))
+    place.fill(ONE, Token(0, 0))
     assert place.tensor.tolist() == [1.0] * 3
 
 
 def test_a_place_is_kept_for_a_backward_that_waits() -> None:
-    place, reader = Place(ONE), Token(0)
+    place, reader = Place(torch.empty_like(ONE)), Token(0, 0)
     place.fill(ONE, reader)
     assert place.may_take(ONE) and not place.may_take(OTHER)
     del reader
@@ -110,9 +110,41 @@ def test_a_place_is_kept_for_a_backward_that_waits() -> None:
 
 
 def test_tensors_alike_share_a_place_while_they_have_one_content() -> None:
-    places, reader = SharedPlaces(), Token(0)
+    places, reader = SharedPlaces(), Token(0, 0)
     first = places.of(1, ONE)
     first.fill(ONE, reader)
     assert places.of(1, ONE) is first
     assert places.of(1, OTHER) is not first
     assert places.of(2, ONE) is not first
+
+
+def test_inputs_of_several_shapes_share_their_bytes() -> None:
+    """The last shape that was filled has them; an input that a script gives again is copied again."""
+    memory, source = InputMemory(), HIDDEN.detach().clone().requires_grad_()
+    large, small, other = memory.like(0, source), memory.like(0, source[:1]), memory.like(1, source)
+    assert large.data_ptr() == small.data_ptr() != other.data_ptr()
+    assert (large.shape, large.dtype, small.stride()) == (source.shape, source.dtype, source[:1].stride())
+    place = Place(large)
+    for _ in range(2):
+        with torch.no_grad():
+            place.fill(source, Token(0, 0))
+            assert torch.equal(large, source)
+            Place(small).fill(torch.ones(1, 3), Token(0, 0))
+            assert not torch.equal(large, source)
+
+
+def test_a_larger_input_has_bytes_of_its_own() -> None:
+    memory = InputMemory()
+    small, large = memory.like(0, torch.empty(2, dtype=torch.bfloat16)), memory.like(0, torch.empty(4, 2).t())
+    assert small.data_ptr() != large.data_ptr() and large.stride() == (1, 2)
+    assert memory.like(0, torch.empty(3)).data_ptr() == large.data_ptr()
+
+
+def test_filling_a_place_leaves_the_version_that_a_graph_has_saved() -> None:
+    place = Place(torch.empty(3))
+    place.tensor.requires_grad_()
+    result = (place.tensor * place.tensor).sum()
+    with torch.no_grad():
+        place.fill(torch.full((3,), 2.0), Token(0, 0))
+    result.backward()
+    assert place.tensor.grad is not None and place.tensor.grad.tolist() == [4.0] * 3

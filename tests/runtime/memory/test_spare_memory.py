@@ -295,6 +295,27 @@ def test_a_longer_batch_gets_the_memory_of_as_many_states_as_it_needs(with_gradi
     assert len(run.units.orders) < moved
 
 
+@pytest.mark.parametrize("with_gradient", [True, False], ids=["training", "evaluation"])
+def test_recordings_go_before_states(with_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, recordings = Run(), 3 * UNIT
+    run.steps(LOOKS[0])
+    moved = run.units.orders
+    run.units.move(frozenset(moved[:-3]))
+    run.gpu.on_gpu += recordings
+
+    def give_up() -> int:
+        nonlocal recordings
+        freed, recordings = recordings, 0
+        run.gpu.on_gpu -= freed
+        return freed
+
+    monkeypatch.setattr(run.spare.activations.captures, "give_up", give_up)
+    with torch.set_grad_enabled(with_gradient):
+        run.forward((2, TOKENS))
+    assert recordings == 0
+    assert run.units.orders == moved[:-3]
+
+
 def test_states_go_back_once_for_a_batch() -> None:
     """With what the allocator cannot use of a batch that takes half of the GPU."""
     run = Run()

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Small micro-batches and recorded blocks, on one GPU of 80 GB. Run at the top of the repository, with DS-Slide installed:
+#     OUT=... bash benchmarks/rows/recorded.sh tests causes a k             # about 480 s
+#     OUT=... bash benchmarks/rows/recorded.sh v b g                        # about 560 s
+#     OUT=... bash benchmarks/rows/recorded.sh c m l                        # about 500 s
+#     OUT=... bash benchmarks/rows/recorded.sh w                            # about 400 s
+# BUDGET (seconds of this call, 590): a row gets what is left of it, and none begins with less than 30 s left.
+# Order of importance: as listed. One JSON record a row in $OUT/recorded_NAME.jsonl, a line of it here. TINY=1: the same
+# with tiny models on the CPU. Hosts differ and are noisy: compare rows of one call only.
+# Figures in comments: what is wanted, and estimates of seconds in all. No row has run in this form.
+: "${OUT:=out}"; mkdir -p "$OUT"; BUDGET=${BUDGET:-590} TINY=${TINY:-}
+export THP_MEM_ALLOC_ENABLE=1
+say() { echo "[$SECONDS] $*"; }
+left() { echo $((BUDGET - SECONDS)); }
+limited() { # SECONDS COMMAND...: within the budget
+  local limit=$1; shift; [ "$limit" -gt "$(left)" ] && limit=$(left)
+  [ "$limit" -lt 30 ] && { echo "no time for: $*" | cut -c1-200; return 124; }
+  timeout -k 5 "$limit" "$@"; }
+tiny() { # the options of a row, with tiny sizes where TINY is set
+  [ "$TINY" ] && { echo --model tiny --seq 64 --shortest "$(( $1 ? 32 : 0 ))" --steps 2 --patch=; }; return 0; }
+row() { # NAME SECONDS OPTIONS of step.py
+  local name=$1 limit=$2 code varies=0; shift 2; rm -f "$OUT/recorded_$name.jsonl"
+  case " $* " in *" --shortest "*) varies=1;; esac
+  # shellcheck disable=SC2046
+  limited "$limit" python3 benchmarks/step.py --clip 1.0 "$@" $(tiny $varies) --out "$OUT/recorded_$name.jsonl" > "$OUT/recorded_$name.log" 2>&1
+  code=$?; [ $code = 0 ] || { echo "FAILED $name ($code)"; tail -4 "$OUT/recorded_$name.log" | cut -c1-400; }
+  [ -e "$OUT/recorded_$name.jsonl" ] && python3 - "$OUT/recorded_$name.jsonl" "$name" <<'P'
+import json, sys
+r = json.loads(open(sys.argv[1]).read().splitlines()[-1]); s = r["setting"]; g = lambda k: (r.get(k) or 0) / 1e9
+a = (r.get("slide_stats") or {}).get("activations", {}); a = {k: a[k] for k in ("keep", "mix", "recompute", "replayed", "recorded_shapes", "recorded_bytes") if k in a}
+print(f"{sys.argv[2]}: {s['system']} {s['model']} {s['batch']}x{s['seq']}x{s['grad_accum']} {s['compile']} {s['slide'] or ''} {r['status']} "
+      f"{r.get('step_s', 0):.4f} s ({r.get('step_s_min', 0):.4f} to {r.get('step_s_max', 0):.4f}) bound {r.get('bound_s')} {r.get('bound_lane')} "
+      f"eff {r.get('efficiency')} {a} GPU {g('gpu_peak_allocated_bytes'):.2f} reserved {g('gpu_peak_reserved_bytes'):.2f} GB "
+      f"host peak {g('host_peak_bytes'):.1f} GB losses {[round(x, 5) for x in r.get('losses', [])[-3:]]} {r.get('device')} {r.get('error', '')[:200]}")
+P
+  say "$name"; return $code; }
+three() { # NAME OPTIONS: DS-Slide, without recordings, and plain torch on the GPU
+  local name=$1; shift
+  row "$name" 110 --system slide "$@" --warmup 14
+  row "$name-off" 110 --system slide "$@" --warmup 9 --slide '{"captured_blocks": false}'
+  row "$name-gpu" 90 --system gpu-only "$@" --warmup 3 --patch ours --checkpointing none; }
+SMALL=(--batch 1 --seq 2048 --grad-accum 8 --steps 6) F=1
+[ "$TINY" ] || F=$(python3 -c "import torch; print(round(24 * 2**30 / torch.cuda.mem_get_info()[1], 4))"); say "24 GiB are $F of the card"
+[ $# -gt 0 ] || set -- tests causes a k v b g c m l w
+for row in "$@"; do case $row in
+# Bits, and the memory that recordings hold, for one shape and for three.                                              150 s
+tests) limited 250 python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short tests/gpu/test_captured_blocks.py > "$OUT/recorded_tests.log" 2>&1
+       tail -3 "$OUT/recorded_tests.log"; say tests;;
+# What the step of row a goes to.                                                                                        70 s
+# shellcheck disable=SC2046
+causes) limited 120 python3 benchmarks/step_causes.py --system slide --model qwen2.5-3b --clip 1.0 "${SMALL[@]}" --warmup 14 $(tiny 0) \
+          > "$OUT/recorded_causes.txt" 2>"$OUT/recorded_causes.log"; cat "$OUT/recorded_causes.txt"; tail -1 "$OUT/recorded_causes.log" | cut -c1-300; say causes;;
+# 3 B, 1 x 2048 x 8: at most 1.03 of GPU only, and 1.05 of the kernels' sum (k).                                       170 s
+a) three a --model qwen2.5-3b "${SMALL[@]}";;
+k) [ "$TINY" ] || limited 90 python3 benchmarks/kernel_sum.py --system gpu-only --model qwen2.5-3b "${SMALL[@]}" --patch ours --checkpointing none \
+     2>"$OUT/recorded_k.log" | tee "$OUT/recorded_k.json"; say k;;
+# 3 B, 1 x (256 to 2048) x 8: 12 lengths in turn, which 12 recordings serve. At most GPU only.                         190 s
+v) three v --model qwen2.5-3b "${SMALL[@]}" --shortest 256 --distinct-batches 12;;
+# 1.5 B, 2 x 1024 x 8: at most 1.03 of GPU only.                                                                       150 s
+b) three b --model qwen2.5-1.5b --batch 2 --seq 1024 --grad-accum 8 --steps 6;;
+# 3 B, 8 x 2048: the GPU is the bound, so nothing is recorded (replayed 0), and both rows take the same time.          150 s
+g) row g 110 --system slide --model qwen2.5-3b --batch 8 --seq 2048 --steps 8 --warmup 14
+   row g-off 110 --system slide --model qwen2.5-3b --batch 8 --seq 2048 --steps 8 --warmup 9 --slide '{"captured_blocks": false}';;
+# 24 GiB, 1 x 2048 x 8: 3 B at most 1.2 s, 7.6 B at most 3.2 s, efficiency 0.9.                                         260 s
+c) row c3 110 --system slide --model qwen2.5-3b "${SMALL[@]}" --gpu-fraction "$F" --warmup 14
+   row c3-off 110 --system slide --model qwen2.5-3b "${SMALL[@]}" --gpu-fraction "$F" --warmup 9 --slide '{"captured_blocks": false}'
+   row c7 200 --system slide --model qwen2.5-7b "${SMALL[@]}" --gpu-fraction "$F" --build host --warmup 9;;
+# MoE, 10 blocks of Qwen3-30B-A3B, 24 GiB, 1 x 2048 x 4: at most 2.5 s. Host memory: 104 GB.                           150 s
+m) row m 240 --system slide --model qwen3-30b-a3b-10-blocks --batch 1 --seq 2048 --grad-accum 4 --steps 6 --gpu-fraction "$F" --build host --warmup 9;;
+# 0.5 B, 8 x 512 x 4: at most 1.03 of GPU only.                                                                         120 s
+l) three l --model qwen2.5-0.5b --batch 8 --seq 512 --grad-accum 4 --steps 8;;
+# Compiled, 3 B, 4 x 2048: DS-Slide beside plain torch and stock. Inductor compiles 60 to 100 s.                        400 s
+w) C=(--model qwen2.5-3b --batch 4 --seq 2048 --steps 5 --compile model --checkpointing none)
+   row w 190 --system slide "${C[@]}" --warmup 10
+   row w-gpu 150 --system gpu-only "${C[@]}" --warmup 3
+   row w-stock 240 --system stock "${C[@]}" --warmup 3 --checkpointing non-reentrant;;
+esac; done

@@ -1,0 +1,73 @@
+"""The recordings of all blocks for batches of one shape."""
+
+from __future__ import annotations
+
+from ds_slide.runtime.activations.block_state import BlockState
+from ds_slide.runtime.activations.checkpointing import BlockCall
+from ds_slide.runtime.captured.block import CapturedBlock
+from ds_slide.runtime.captured.graphs import Memory
+from ds_slide.runtime.captured.inputs import SharedPlaces
+
+
+class Recordings:
+    """All methods are called by the thread that computes."""
+
+    def __init__(self, memory: Memory, number: int, *, copies: bool) -> None:
+        """`number`: of the shape in `memory`. `copies`: gradients may be kept until after the next block's backward."""
+        self._memory = memory
+        self._number = number
+        self._copies = copies
+        self.blocks: dict[int, CapturedBlock] = {}
+        self.shared = SharedPlaces()
+        self.is_open = True
+        """Whether blocks are still recorded: in one forward, since later ones may use the memory of its graph."""
+
+    @property
+    def recorded(self) -> frozenset[int]:
+        """The blocks that have a recording."""
+        return frozenset(order for order, block in self.blocks.items() if block.recording and not block.has_ended)
+
+    @property
+    def lacks_memory(self) -> bool:
+        return any(block.lacks_memory for block in self.blocks.values())
+
+    @property
+    def whys(self) -> str:
+        """Why blocks are not recorded."""
+        return "; ".join(sorted({block.why for block in self.blocks.values() if block.why}))
+
+    def block_of(self, order: int) -> CapturedBlock | None:
+        """Return the block, if it has a recording, or may get one in this forward."""
+        block = self.blocks.get(order)
+        if block is None or block.has_ended or (block.recording is None and not self.is_open):
+            return None
+        return block
+
+    def add(self, call: BlockCall, state: BlockState) -> CapturedBlock:
+        """Return a new block, whose call will be recorded."""
+        self.blocks[call.unit.order] = block = CapturedBlock(
+            call.modules,
+            call.unit.name,
+            state,
+            self._memory,
+            self.shared,
+            (self._number, len(self.blocks)),
+            copies=self._copies,
+        )
+        return block
+
+    def release(self) -> None:
+        """Leave the memory of recorded graphs to other recordings. No graph waits for its backward."""
+        self.is_open = False
+        if left := [block for block in self.blocks.values() if block.may_release]:  # on CUDA: once
+            with self._memory.counted():
+                for block in left:
+                    block.release()
+
+    def end(self) -> None:
+        """Free the recordings. No graph waits for its backward."""
+        self.is_open = False
+        self._memory.device.synchronize()  # replays that are under way; CUDA does not say that it waits for them
+        with self._memory.counted():
+            for block in self.blocks.values():
+                block.end()

@@ -1,0 +1,400 @@
+"""Blocks that replay recordings of several shapes have the bits of blocks that run as they are written, in any order of
+forwards and backwards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from graph_pool import graph_pool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ds_slide.plan.spare import Shape
+from ds_slide.runtime.activations.block_state import BlockState
+from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
+from ds_slide.runtime.captured.captures import Captures, Phase
+from ds_slide.runtime.captured.graphs import Graph
+from ds_slide.runtime.captured.shapes import STEADY
+from ds_slide.runtime.core.device import Device
+
+WIDTH, BLOCKS = 4, 3
+SHAPES = [(1, 6), (1, 3), (2, 3)]
+PAUSE = 64
+"""More steps than any pause in these tests has."""
+ROOM = 1e9
+
+
+class Block(nn.Module):
+    """What a layer has: a norm and matrices, whose inputs are saved, a dropout, a mask, and a residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, hidden: torch.Tensor, mask: Any) -> torch.Tensor:
+        return hidden + self.drop(self.down(torch.tanh(self.up(self.norm(hidden))) * mask))
+
+
+class Run:
+    """A stack of recorded blocks, and its twin."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.twins = copy.deepcopy(self.blocks)
+        states = {order: BlockState(f"block {order}", block) for order, block in enumerate(self.blocks)}
+        for _ in range(STEADY):
+            for state in states.values():
+                state.before()
+        self.captures = Captures(states, Device(torch.device("cpu")), **{"wanted": True, "copies": False, **options})
+        self.waiting: list[tuple[torch.Tensor, ...]] = []
+        """Input and loss of each forward, of the recorded blocks and of their twins."""
+        self.forwards = self.replays = self.first = 0
+        self.records_until_shortage = -1
+        self.is_masked = True
+        """Whether blocks share an input, whose place is kept for graphs that wait."""
+        self.settle()
+
+    def settle(self) -> None:
+        for _ in range(PAUSE):
+            self.captures.end_step(is_settled=True)
+
+    def calls(self, hidden: torch.Tensor, mask: Any, room: float = ROOM) -> list[torch.Tensor]:
+        found = []
+        shape = Shape(hidden.shape[0] * hidden.shape[1], hidden.shape[1])
+        if torch.is_grad_enabled():
+            self.captures.begin(shape)
+            self.captures.room_of(room, nbytes=100, gradient_bytes=1)
+        for order, block in enumerate(self.blocks):
+            hidden = self.cut(order, hidden)
+            unit: Any = SimpleNamespace(order=order, name=f"block {order}", is_streamed=False)
+            function = functools.partial(Block.forward, block)
+            call = BlockCall(unit, list(block.modules()), UNASKED, function, (hidden, mask))
+            run = self.captures.block_of(call) if torch.is_grad_enabled() else None
+            hidden = function(*call.inputs) if run is None else run(call)
+            self.replays += run is not None and self.captures.has_replayed(order)
+            found.append(hidden)
+        self.captures.end_forward(completed=True)
+        return found
+
+    def twin(self, hidden: torch.Tensor, mask: Any) -> list[torch.Tensor]:
+        found = []
+        for order, block in enumerate(self.twins):
+            found.append(hidden := block(self.cut(order, hidden), mask))
+        return found
+
+    def cut(self, order: int, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.detach().requires_grad_() if order == self.first > 0 and torch.is_grad_enabled() else hidden
+
+    def forward(self, number: int, depth: int = BLOCKS, first: int = 0, room: float = ROOM) -> None:
+        """The graph of the blocks from `first` to before `depth` waits for its backward."""
+        self.forwards += 1
+        self.first = min(first, depth - 1)
+        batch, length = SHAPES[number]
+        random = torch.Generator().manual_seed(self.forwards)
+        given = torch.randn(batch, length, WIDTH, generator=random)
+        mask = torch.randint(2, (batch, length, 1), generator=random).float() if self.is_masked else 1.0
+        found: list[torch.Tensor] = []
+        for run in (functools.partial(self.calls, room=room), self.twin):
+            torch.manual_seed(self.forwards)
+            hidden = given.clone().requires_grad_()
+            found += [hidden, run(hidden, mask)[depth - 1].square().sum()]
+        assert torch.equal(found[1], found[3])
+        if torch.is_grad_enabled():
+            self.waiting.append(tuple(found))
+
+    def backward(self, place: int, *, twice: bool = False) -> None:
+        if not self.waiting:
+            return
+        hidden, loss, of_twin, loss_of_twin = self.waiting.pop(place % len(self.waiting))
+        for each in (loss, loss_of_twin):
+            if twice:
+                each.backward(retain_graph=True)
+            each.backward()
+        assert same(hidden.grad, of_twin.grad)
+        self.compare()
+
+    def compare(self) -> None:
+        pairs = zip(self.blocks.parameters(), self.twins.parameters(), strict=True)
+        assert all(same(own.grad, expected.grad) for own, expected in pairs)
+
+    def step(self) -> None:
+        """Graphs that wait are dropped: weights are written."""
+        self.waiting.clear()
+        for each in (*self.blocks.parameters(), *self.twins.parameters()):
+            if each.grad is not None:
+                with torch.no_grad():
+                    each.sub_(0.1 * each.grad)
+                each.grad = None
+        self.settle()
+
+    def evaluate(self, number: int) -> None:
+        with torch.no_grad():
+            self.forward(number)
+
+    def run_out(self, after: int) -> None:
+        """Let a recording after so many find no memory."""
+        self.records_until_shortage = after
+
+    def forget(self, place: int) -> None:
+        if self.waiting:
+            del self.waiting[place % len(self.waiting)]
+
+    def give_up(self) -> None:
+        self.captures.give_up()
+
+    def record(self, *numbers: int) -> None:
+        for number in numbers:
+            for _ in range(STEADY + 1):
+                self.forward(number)
+                self.backward(0)
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return other is None if one is None else other is not None and torch.equal(one, other)
+
+
+@contextmanager
+def shortages(run: Run) -> Iterator[None]:
+    record = Graph.record
+
+    def limited(self: Graph, function: Any) -> Any:
+        run.records_until_shortage -= 1
+        if run.records_until_shortage == -1:
+            function()  # it may have done much before
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return record(self, function)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graph, "record", limited)
+        yield
+
+
+NUMBERS = st.integers(0, len(SHAPES) - 1)
+FORWARDS = st.tuples(st.just("forward"), NUMBERS, st.integers(1, BLOCKS), st.integers(0, BLOCKS - 1))
+BACKWARDS = st.tuples(st.just("backward"), st.integers(0, 4))
+EVENTS = st.one_of(
+    FORWARDS, BACKWARDS, FORWARDS, BACKWARDS, FORWARDS, BACKWARDS,
+    st.tuples(st.just("evaluate"), NUMBERS),
+    st.tuples(st.just("forget"), st.integers(0, 4)),
+    st.tuples(st.just("run_out"), st.integers(0, 5)),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("give_up")),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(EVENTS, max_size=60), st.booleans())
+def test_any_order_of_forwards_and_backwards(events: list[tuple[Any, ...]], is_masked: bool) -> None:
+    run = Run()
+    run.is_masked = is_masked
+    with graph_pool(), shortages(run):
+        run.record(0, 1)
+        assert run.replays == 2 * BLOCKS
+        for event, *given in events:
+            getattr(run, event)(*given)
+        while run.waiting:
+            run.backward(-1)
+        run.compare()
+
+
+def test_shapes_in_turn_are_all_replayed() -> None:
+    """As in the accumulation of gradients."""
+    run = Run()
+    run.record(0, 1, 2)
+    run.replays = 0
+    for number in (0, 1, 2, 2, 1, 0):
+        run.forward(number)
+        run.backward(0)
+    assert run.replays == 6 * BLOCKS
+
+
+def test_a_graph_that_waits_keeps_its_memory_from_other_shapes() -> None:
+    run = Run()
+    run.record(0, 1)
+    run.replays = 0
+    run.forward(0)
+    run.forward(1)  # both wait, as for DPO
+    assert run.replays == BLOCKS
+    run.backward(1)
+    run.backward(0, twice=True)
+    run.forward(1)
+    run.backward(0)
+    assert run.replays == 2 * BLOCKS
+
+
+def test_shapes_share_the_memory_of_saved_tensors() -> None:
+    run = Run()
+    with graph_pool() as pool:
+        run.record(0)
+        of_one = pool.most
+        run.record(1, 2)
+        assert pool.most == of_one > 0
+        run.captures.begin(Shape(1, 1))
+        assert not pool.ends
+
+
+def test_shapes_share_the_memory_of_their_inputs() -> None:
+    run = Run()
+    run.record(0, 1)
+    memory = run.captures._memory
+    assert memory is not None
+    sizes = [each.nbytes for each in memory.inputs._bytes.values()]
+    assert sizes == [6 * WIDTH * 4] * BLOCKS
+
+
+def test_recorded_graphs_are_dropped() -> None:
+    """Their saved tensors leave their memory to other shapes."""
+    run = Run()
+    run.record(0)
+    run.captures.begin(Shape(1, 1))
+    (recorded,) = run.captures.shapes.recorded
+    assert recorded.recordings is not None
+    for block in recorded.recordings.blocks.values():
+        assert block.recording is not None and block.recording.made == [] and not block.may_release
+        assert [each is not None and each.grad_fn for each in block.recording.results] == [None]
+
+
+def test_a_graph_whose_backward_is_not_recorded_stays() -> None:
+    run = Run()
+    for _ in range(STEADY + 1):
+        run.forward(0)
+        run.forget(0)
+    run.captures.begin(Shape(1, 1))
+    (recorded,) = run.captures.shapes.recorded
+    assert recorded.recordings is not None
+    assert all(each.recording and each.recording.made for each in recorded.recordings.blocks.values())
+    run.forward(0)
+    assert run.replays == 2 * BLOCKS
+    run.backward(0)
+
+
+def test_forwards_that_could_not_replay_do_not_count_as_unused() -> None:
+    run = Run()
+    run.record(0)
+    run.forward(0, depth=BLOCKS)
+    for _ in range(2 * STEADY):
+        run.forward(0)
+    while run.waiting:
+        run.backward(0)
+    run.replays = 0
+    run.forward(0)
+    assert run.replays == BLOCKS
+
+
+def test_a_recording_that_has_failed_is_freed() -> None:
+    """Of a block whose backward cannot be recorded."""
+    run = Run()
+    with shortages(run):
+        run.run_out(BLOCKS)
+        run.record(0)
+    ended = [each.recordings for each in run.captures.shapes.recorded if each.recordings is not None]
+    assert [block.has_ended for block in ended[0].blocks.values()] == [False, False, True]
+    run.captures._is_stale = False
+    ended[0].release()
+    assert [block.recording is None for block in ended[0].blocks.values()] == [False, False, True]
+
+
+def test_a_shortage_frees_the_recordings_and_a_pause_follows() -> None:
+    run = Run()
+    with shortages(run):
+        run.record(0)
+        run.run_out(1)
+        run.record(1)  # its second block finds no memory
+        run.replays = 0
+        run.forward(0)
+        run.backward(0)
+        assert not run.replays and not run.captures.shapes.recorded
+        assert run.captures.phase is Phase.WAITING
+        run.settle()
+        run.record(0)
+    assert run.replays >= BLOCKS
+
+
+def test_calls_of_a_shape_that_differ_are_recorded_ever_later() -> None:
+    run = Run()
+    run.record(0)
+    records = []
+    for number in range(40):
+        for block in run.blocks:
+            block.changes = number
+        run.forward(0)
+        run.backward(0)
+        records.append(len(run.captures.recorded))
+    # Three forwards do not replay a recording. It takes 6 forwards until the next one, then 12.
+    lasted = "".join("x" if each else "." for each in records)
+    assert lasted == "xxx" + 5 * "." + "xxxx" + 11 * "." + "xxxx" + 13 * "."
+
+
+class SlowHost(Device):
+    """A device that has work left whenever `works`."""
+
+    works = False
+
+    def is_working(self) -> bool:
+        return self.works
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_shapes_are_recorded_where_the_device_waits_for_the_host(works: bool) -> None:
+    run = Run(wanted="auto")
+    run.captures.phase, run.captures._device = Phase.RECORDING, SlowHost(torch.device("cpu"))
+    run.captures._device.works = works
+    run.record(0)
+    assert run.replays == (0 if works else BLOCKS)
+
+
+def test_shapes_are_recorded_where_memory_is_spare() -> None:
+    """1.3 times the activations, and three gradients of a block. The memory of recordings counts."""
+    run = Run(wanted="auto")
+    run.captures.phase = Phase.RECORDING
+    for number, room, held, fits in ((0, 132, 0, False), (0, 133, 0, True), (1, 102, 30, False), (1, 103, 30, True)):
+        run.replays = 0
+        for _ in range(STEADY + 1):
+            run.forward(number, room=room)
+            run.backward(0)
+            if run.captures._memory is not None:
+                run.captures._memory.nbytes = held
+        assert bool(run.replays) == fits, (number, room)
+
+
+def test_a_batch_that_needs_the_memory_of_recordings_frees_them() -> None:
+    run = Run()
+    run.record(0)
+    assert run.captures._memory is not None
+    run.captures._memory.nbytes = 50
+    run.forward(1, room=99)
+    assert run.captures._memory is None and not run.captures.shapes.recorded
+    run.backward(0)
+
+
+def test_a_part_of_a_graph_that_waits_keeps_the_memory_from_other_shapes() -> None:
+    """A loss on the first block's results: only its graph waits."""
+    run = Run()
+    with graph_pool():
+        run.record(0, 1)
+        run.forward(0, depth=1)
+        run.forward(1)
+        run.backward(0)
+        run.backward(0)
+
+
+def test_a_part_of_a_graph_that_waits_keeps_the_memory_from_earlier_blocks() -> None:
+    """The last block's graph waits, without those before."""
+    run = Run()
+    run.is_masked = False
+    with graph_pool():
+        run.record(0)
+        run.forward(0, first=BLOCKS - 1)
+        run.forward(0)
+        run.backward(0)
+        run.backward(0)

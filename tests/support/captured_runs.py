@@ -1,0 +1,51 @@
+"""Trainings of small models whose blocks replay recordings, and the same with blocks as they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from activation_runs import config_of, llama
+from harness import Result, engine_for, states_of
+
+from ds_slide.runtime.captured.graphs import Graph
+from ds_slide.runtime.captured.shapes import STEADY
+from ds_slide.runtime.memory.spare_memory import LOOKS
+
+RECORDING = LOOKS[-1] + 2
+"""The step that records: behind the last decision about memory, and one more step."""
+STEPS = RECORDING + STEADY + 1
+RESIDENT = {"gpu_memory": "1GiB", "gpu_states": "1GiB"}
+Train = Callable[[Any], Any]
+
+
+def counted_replays(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """All replays from now on, of forwards and backwards."""
+    found: list[Graph] = []
+    replay = Graph.replay
+
+    def counted(self: Graph) -> None:
+        found.append(self)
+        replay(self)
+
+    monkeypatch.setattr(Graph, "replay", counted)
+    return found
+
+
+def captures_of(engine: Any) -> Any:
+    return engine.optimizer.runtime.parts.spare.activations.captures
+
+
+def both(training: Train, build: Callable[[], Any] = llama, schedule: str = "clipping") -> list[Result]:
+    """The results of `training` with blocks as they are written, and with recordings."""
+    found = []
+    for wanted in (False, True):
+        model = build()
+        torch.manual_seed(3)
+        with engine_for(model, config_of({**RESIDENT, "captured_blocks": wanted}, schedule)) as engine:
+            result = training(engine) or Result()
+            result.states = states_of(model)
+            found.append(result)
+    return found
