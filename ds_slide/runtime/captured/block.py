@@ -33,6 +33,7 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.block_state import Before, BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
 from ds_slide.runtime.captured.checks import HostRandom, MadeOf, Weights, hooks_of, leaves_below
+from ds_slide.runtime.captured.comparison import COMPARISONS, differ, run_beside
 from ds_slide.runtime.captured.graphs import Graph, Memory, Token
 from ds_slide.runtime.captured.inputs import NotRecordable, Place, SharedPlaces, Signature, leaves_of, with_leaves
 from ds_slide.runtime.core.calls import in_backward
@@ -68,6 +69,14 @@ class _Recording:
     """Places of the gradients of `inputs` and of the trained weights."""
     before: Before | None = None
     """The block's state at the recording; None until this call has ended."""
+    again: Callable[[], Any] | None = None
+    """Runs the operators on the same places."""
+    compared: int = 0
+    """Comparisons with the operators so far."""
+    compared_among: int = 0
+    """The recorded shapes at the latest one."""
+    compares: bool = False
+    """Whether the latest replay is compared."""
 
     def is_valid(self) -> bool:
         """Whether the block is what it was at the recording."""
@@ -192,11 +201,64 @@ class CapturedBlock:
             del token
             return written(*args, **kwargs)
         recording.forward.replay()
+        if not self._is_right(recording):
+            del token
+            return written(*args, **kwargs)
         inputs = [leaf for leaf in leaves if _needs_gradient(leaf)]
         with saved_tensors_hooks(lambda _: token, lambda _: self._nothing):
             results = _Replay.apply(self, weakref.ref(token), *inputs, *recording.weights.trained)
         self.has_replayed = True
         return with_leaves(recording.result, iter(results))
+
+    # ---- comparisons with the operators ------------------------------------------------------------------------------
+
+    def _is_right(self, recording: _Recording) -> bool:
+        """Whether a replayed forward is the operators', as far as it is compared."""
+        memory = self._memory
+        recording.compares = (
+            recording.before is not None  # this is no recording
+            and recording.compared < COMPARISONS
+            and recording.compared_among < memory.recorded_shapes
+        )
+        if not recording.compares or recording.again is None:
+            return True
+        recording.compared += 1
+        recording.compared_among = memory.recorded_shapes
+        with torch.no_grad():
+            result = run_beside(recording.again, memory.device.torch)
+        if result is None:
+            recording.compares = False
+        elif differ(recording.results, list(leaves_of(result))):
+            self._note_error()
+            return False
+        return True
+
+    def _compared(
+        self,
+        recording: _Recording,
+        found: Sequence[torch.Tensor | None],
+        pattern: Sequence[bool],
+        places: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients `found` by a replay, or those of the operators where they differ."""
+        recording.compares, again = False, recording.again
+        assert again is not None
+
+        def run() -> list[torch.Tensor | None]:
+            with torch.enable_grad(), self._stand_ins(recording.weights) as leaves:
+                made = [each for each in leaves_of(again()) if _needs_gradient(each)]
+            results = [each for each, has_one in zip(made, pattern, strict=True) if has_one]
+            return list(torch.autograd.grad(results, [*recording.inputs, *leaves], places, allow_unused=True))
+
+        expected = run_beside(run, self._memory.device.torch)
+        if expected is None or not differ(found, expected):
+            return found
+        self._note_error()
+        return expected
+
+    def _note_error(self) -> None:
+        self._memory.has_erred = self.has_ended = True
+        self.why = "a replay has given other numbers than the operators"
 
     # ---- recordings --------------------------------------------------------------------------------------------------
 
@@ -244,8 +306,10 @@ class CapturedBlock:
         args, kwargs = with_leaves(given, iter(statics))
         versions = [None if place is None else place.tensor._version for place in places]
 
+        recording.again = functools.partial(written, *args, **kwargs)
+
         def forward() -> list[torch.Tensor | None]:
-            with torch.enable_grad(), self._stand_ins(recording):
+            with torch.enable_grad(), self._stand_ins(recording.weights) as recording.leaves:
                 recording.result = written(*args, **kwargs)
             recording.made = list(leaves_of(recording.result))
             if not all(isinstance(each, torch.Tensor | None) for each in recording.made):
@@ -266,19 +330,20 @@ class CapturedBlock:
             raise NotRecordable("it reads a tensor with a gradient that is neither an input nor its own weight")
 
     @contextmanager
-    def _stand_ins(self, recording: _Recording) -> Iterator[None]:
-        """Exchange the trained weights for new leaves on the same memory. Autograd keeps with a leaf the stream that it
-        was used on first, and waits for it: a wait for another stream would end the recording. They have versions of
-        their own: a backward may be recorded, or run through the recorded graph, after weights have been updated.
-        `backward` compares the versions of the weights themselves."""
-        of = {id(each): nn.Parameter(each.data) for each in recording.weights.trained}
-        recording.leaves = list(of.values())
+    def _stand_ins(self, weights: Weights) -> Iterator[list[nn.Parameter]]:
+        """Exchange the trained weights for new leaves on the same memory, and yield these.
+
+        Autograd keeps with a leaf the stream that it was used on first, and waits for it: a wait for another stream
+        would end the recording. New leaves have versions of their own: a backward may be recorded, or run through the
+        recorded graph, after weights have been updated. `backward` compares the versions of the weights themselves.
+        """
+        of = {id(each): nn.Parameter(each.data) for each in weights.trained}
         holders = [(holder, name, weight) for each in self._modules for holder, name, weight in _weights_of(each)]
         exchanged = [(holder, name, weight) for holder, name, weight in holders if id(weight) in of]
         for holder, name, weight in exchanged:
             holder[name] = of[id(weight)]
         try:
-            yield
+            yield list(of.values())
         finally:
             for holder, name, weight in exchanged:
                 holder[name] = weight
@@ -378,7 +443,9 @@ class CapturedBlock:
             self._record_backward(recording, places)
         if recording.backward is not None and pattern == recording.pattern:
             recording.backward.replay()
-            found = recording.gradients
+            found: Sequence[torch.Tensor | None] = recording.gradients
+            if recording.compares:
+                found = self._compared(recording, found, pattern, places)
         else:
             found = memory.aside(lambda: _gradients(recording, pattern, places))
         copies = [None if each is None else each.clone() for each in found[:count]]

@@ -85,6 +85,15 @@ class Captures:
             return
         if self._current is not None and self._current.recordings is not None:
             self._settle(self._current, self._current.recordings)
+        if self._is_idle and self._memory is not None and self._memory.has_erred:
+            self._free()
+            self.phase = Phase.OFF
+            log.warning(
+                "a recording of a block (CUDA graph) has given other numbers than its operators, which were used "
+                "instead; no block is replayed any more. Please report this with the model, torch's version and the "
+                'GPU; "ds_slide": {"captured_blocks": false} avoids the comparison'
+            )
+            return
         if self._is_stale and self._is_idle:
             self._free()
         self._current = None if shape is None else self.shapes.see(shape)
@@ -132,6 +141,7 @@ class Captures:
         fits = self._wanted is True or room + held >= (1 + BESIDE) * nbytes + 3 * gradient_bytes
         if nbytes and room >= 0 and fits and self._is_due(shape):
             self._memory = self._memory or self._own_memory()
+            self._memory.recorded_shapes += 1
             shape.recordings = Recordings(self._memory, self._numbers, copies=self._copies)
             self._numbers += 1
             return room + held, held

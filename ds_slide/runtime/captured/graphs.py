@@ -106,6 +106,10 @@ class Memory:
         self.stack = Stack()
         self.lent = Lent()
         self.inputs = InputMemory()
+        self.recorded_shapes = 0
+        """The number of shapes that have been recorded, now and then."""
+        self.has_erred = False
+        """Whether a replay has given other numbers than the operators."""
         self.nbytes = 0
         """Bytes of the two pools; 0 on the CPU accelerator."""
         self._held = 0

@@ -64,6 +64,38 @@ def test_each_shape_that_comes_often_has_recordings() -> None:
     assert replayed[STEPS:] == [(0, 1), (6, 1), (0, 1), (0, 1), (0, 1), (6, 2), (6, 2), (6, 2), (0, 2)]
 
 
+@pytest.mark.parametrize("of", ["forwards", "backwards"])
+def test_a_replay_with_other_numbers_ends_all_recordings(
+    of: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of the blocks' recordings gives wrong numbers in its first replay: as if another block had its memory."""
+    record, replay, made = Graph.record, Graph.replay, []
+
+    def recorded(graph: Graph, function: Any) -> Any:
+        results = record(graph, function)
+        made.append((graph, results))
+        return results
+
+    def wrong(graph: Graph) -> None:
+        runs_again = not graph._has_run
+        replay(graph)
+        wrong_one = 2 if of == "forwards" else 6 + 2  # six blocks are recorded in the forward, and then in backward
+        if runs_again and made[wrong_one][0] is graph:
+            with torch.no_grad():
+                next(each for each in made[wrong_one][1] if each is not None).mul_(-1.0)
+
+    monkeypatch.setattr(Graph, "record", recorded)
+    monkeypatch.setattr(Graph, "replay", wrong)
+
+    def training(engine: Any) -> Result:
+        return train(engine, batches(STEPS + 3))
+
+    expected, result = both(training, lambda: llama(attention_dropout=0.0))
+    assert made
+    assert differences(result, expected) == []
+    assert "has given other numbers than its operators" in caplog.text
+
+
 def two_forwards(engine: Any) -> Result:
     """The second forward begins before the backward of the first one."""
     result = train(engine, batches(STEPS))
