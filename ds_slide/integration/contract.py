@@ -78,6 +78,7 @@ def check_deepspeed_config(
         *(holding_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
         *model_problems(model),
+        *(backward_problems(model) if trains else ()),
         *optimizer_choice_problems(config.optimizer_name, client_optimizer),
     )
 
@@ -398,6 +399,18 @@ def model_problems(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if not getattr(parameter, "allreduce", True):
             yield f"parameter {name} is of an expert-parallel group (allreduce is False), but {_NO_EXPERTS}"
+            return
+
+
+def backward_problems(model: nn.Module) -> Iterator[str]:
+    """Yield a problem for gpt-oss' MXFP4 experts in the layout of their Triton kernels: gradients would pass by them
+    without an error, in plain torch, too. Trainer refuses them."""
+    for name, module in model.named_modules():
+        if (_package(type(module)), type(module).__name__) == ("transformers", "Mxfp4GptOssExperts"):
+            yield (
+                f"the MXFP4 experts of {name} have no backward, because their kernels are for inference; load the "
+                "model with quantization_config=Mxfp4Config(dequantize=True)"
+            )
             return
 
 
