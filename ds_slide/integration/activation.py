@@ -230,8 +230,16 @@ def _config_of_accelerate() -> Any:
     return None if plugin is None else plugin.deepspeed_config
 
 
-def _weights_stay(engine: Any, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
-    return nullcontext() if slide_config(engine._config) is None else weights_stay(engine)
+@contextmanager
+def _weights_stay(engine: Any, model: nn.Module, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+    if slide_config(engine._config) is None:
+        yield
+        return
+    from ds_slide.model.subclasses import take_apart
+
+    take_apart(model)  # before DeepSpeed converts and moves parameters
+    with weights_stay(engine):
+        yield
 
 
 # ----------------------------------------------------------------------------------------------------------------------

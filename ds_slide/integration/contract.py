@@ -26,6 +26,7 @@ from ds_slide.integration.refused import (
     setting_problems,
 )
 from ds_slide.model.carried import TRAINED_DTYPES
+from ds_slide.model.subclasses import can_be_taken_apart, is_made_of_tensors
 from ds_slide.optim.client import ClientRule, trial
 from ds_slide.optim.muon import MuonRule
 from ds_slide.optim.rule import UpdateRule
@@ -78,6 +79,7 @@ def check_deepspeed_config(
         *(holding_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
         *model_problems(model),
+        *subclass_problems(model),
         *(backward_problems(model) if trains else ()),
         *optimizer_choice_problems(config.optimizer_name, client_optimizer),
     )
@@ -399,6 +401,17 @@ def model_problems(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if not getattr(parameter, "allreduce", True):
             yield f"parameter {name} is of an expert-parallel group (allreduce is False), but {_NO_EXPERTS}"
+            return
+
+
+def subclass_problems(model: nn.Module) -> Iterator[str]:
+    """Yield a problem for a parameter that is a tensor subclass made of other tensors and cannot be taken apart."""
+    for name, parameter in model.named_parameters():
+        if is_made_of_tensors(parameter) and not can_be_taken_apart(parameter):
+            yield (
+                f"parameter {name} is a {type(parameter).__name__}, but DS-Slide trains and divides plain tensors; "
+                "freeze it with requires_grad_(False), or build the model without tensor subclasses"
+            )
             return
 
 
