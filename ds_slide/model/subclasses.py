@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
-
 _WHOLE = "packed"
 
 

@@ -55,7 +55,7 @@ def test_the_largest_tensor_is_the_parameter_and_the_others_are_beside_it() -> N
     assert type(model[0].weight) is PackedTensor and torch.equal(model[0](x), expected)
     assert not find_carried(model).get(model[0].parametrizations.weight)  # 32 bytes are not worth a place
     names = ["parametrizations.weight.original", "parametrizations.weight.0.packed_scales"]
-    assert [name for name in model[0].state_dict()] == names
+    assert list(model[0].state_dict()) == names
     copied = copy.deepcopy(model)
     copied[0].parametrizations.weight.original.zero_()
     assert not copied[0](x).any() and torch.equal(model[0](x), expected)
