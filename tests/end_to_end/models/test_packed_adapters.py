@@ -3,6 +3,7 @@ torch. See `test_packed` for where these tests run."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from harness import batches, differences, ds_config, engine_for, llama, plain_training, states_of, train
 from packed import SHAPE, forward_between
 from torch import nn
+
+from ds_slide.model.carried import packed_tensors
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -111,6 +114,31 @@ def test_losses_and_states_are_plain_torchs(case: str, saved: dict[bool, Path]) 
         found = train(engine, batches(2), forward_between)
         found.states = states_of(model)
     assert differences(found, plain) == []
+
+
+def test_experts_are_packed_while_the_checkpoint_is_loaded(
+    saved: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `examples/packed_experts.py`, one expert after the other: as bitsandbytes packs a whole parameter."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    packed_experts: Any = importlib.import_module("packed_experts")
+    options = {"device_map": {"": "cpu"}, "dtype": torch.bfloat16}
+    found = AutoModelForCausalLM.from_pretrained(
+        saved[True], quantization_config=packed_experts.PackedExpertsConfig(), **options
+    )
+    expected: Any = base_of("nf4 double", saved[True])
+    for layer in expected.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(layer.mlp.experts, name, compress_statistics=True)
+    mine, others = dict(found.named_parameters()), dict(expected.named_parameters())
+    assert mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in others)
+    for name in ("gate_up_proj", "down_proj"):
+        path = f"model.layers.2.mlp.experts.parametrizations.{name}"
+        beside = [list(packed_tensors(model.get_submodule(path))) for model in (found, expected)]
+        assert len(beside[1]) == 5 and all(map(torch.equal, *beside))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
