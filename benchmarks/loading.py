@@ -1,6 +1,6 @@
 """The peak of a process's own memory from a sharded packed checkpoint, with adapters and the engine, to the first step.
 
-    python3 benchmarks/loading.py write --checkpoint DIR --layers 36          # nf4, random bytes, a shard for four layers
+    python3 benchmarks/loading.py write --checkpoint DIR --layers 36          # nf4, random bytes
     python3 benchmarks/loading.py write-experts --checkpoint DIR --layers 4   # layers of Qwen3-30B-A3B in bf16
     DS_ACCELERATOR=cpu python3 benchmarks/loading.py load --checkpoint DIR    # prints a JSON record
 
