@@ -115,3 +115,11 @@ def adapted_mixture(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
         model.enable_input_require_grads()
     return to_bf16(model).train()
+
+
+def fetched(engine: Any) -> int:
+    """Bytes that went up since the last call."""
+    context = engine.optimizer.runtime.parts.context
+    context.lanes.h2d.drain()
+    moved: int = context.recorder.meters["h2d"].take()[1]
+    return moved

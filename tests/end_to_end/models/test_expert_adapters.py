@@ -11,7 +11,7 @@ import deepspeed
 import pytest
 import torch
 from all_mixed import all_mixed
-from fused_experts import EXPERT_BYTES, EXPERTS, LAYERS, ON_EXPERTS, TOP_K, adapted_mixture
+from fused_experts import EXPERT_BYTES, EXPERTS, LAYERS, ON_EXPERTS, TOP_K, adapted_mixture, fetched
 from harness import Result, batches, causal_loss, differences, ds_config, engine_for, plain_training, states_of, train
 from packed import forward_between
 
@@ -143,6 +143,21 @@ def test_short_forwards_with_whole_blocks_leave_experts_out(monkeypatch: pytest.
             assert torch.equal(engine(input_ids=token).logits, plain(input_ids=token).logits)
         assert engine.optimizer.runtime.parts.window.few_tokens == EXPERTS // (2 * TOP_K)
     assert gathered == []
+
+
+def test_generation_by_peft_leaves_experts_out() -> None:
+    """It calls the model inside of PEFT's."""
+    model = adapted_mixture("qwen3").eval()
+    plain, token = copy.deepcopy(model), torch.tensor([[7]])
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    with engine_for(model, ds_config(WHOLE)) as engine, torch.no_grad():
+        blocks = engine.optimizer.runtime.blocks
+        whole = sum(unit.layout.local_numel * 2 for unit in blocks)
+        front = sum(unit.layout.without_experts().local_numel * 2 for unit in blocks)
+        engine(input_ids=token)  # shows how many experts a token has
+        fetched(engine)
+        assert torch.equal(model.generate(input_ids=token, **options), plain.generate(input_ids=token, **options))
+        assert fetched(engine) <= 4 * (front + LAYERS * TOP_K * EXPERT_BYTES) < 3 * whole
 
 
 def test_an_exception_in_an_expert_leaves_the_adapters_usable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from all_mixed import all_mixed
 from allocated import counted
-from fused_experts import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K, mixture
+from fused_experts import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K, fetched, mixture
 from harness import (
     Batch,
     batches,
@@ -45,14 +45,6 @@ PARTS: dict[str, Any] = {"window": 2, "gpu_states": 0, "experts": AT_ONCE * EXPE
 # A slot for each block, so that experts are all that is fetched again.
 ALL_SLOTS = PARTS | {"window": LAYERS}
 CHECKPOINTS: dict[str, Any] = {"none": None, "hooks": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
-
-
-def fetched(engine: Any) -> int:
-    """Bytes that went up since the last call."""
-    context = engine.optimizer.runtime.parts.context
-    context.lanes.h2d.drain()
-    moved: int = context.recorder.meters["h2d"].take()[1]
-    return moved
 
 
 @contextmanager
