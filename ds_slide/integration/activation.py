@@ -85,7 +85,7 @@ def _check_first(engine_class: Any) -> None:
             if getattr(self, "optimizer", None) is not None and self.zero_optimization_partition_weights():
                 STOCKS[self.module] = weakref.ref(self)
             return
-        from ds_slide.integration.contract import check_deepspeed_config
+        from ds_slide.integration.contract import check_deepspeed_config, require_values
         from ds_slide.integration.selfcheck import check_deepspeed, check_extension
         from ds_slide.report.compilations import watch
         from ds_slide.report.log import show
@@ -102,6 +102,7 @@ def _check_first(engine_class: Any) -> None:
             mpu=given.get("mpu"),
             mesh_device=given.get("mesh_device"),
         )
+        require_values(given["model"])
         _take_from_stock(given["model"])
         try:
             original(self, *args, **kwargs)

@@ -115,6 +115,16 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
     raise_all(*trial_problems(rule, ranks, slide))  # after the others: it runs the client's code
 
 
+def require_values(model: nn.Module) -> None:
+    """Raise SlideConfigError for a model that was built on the meta device and not loaded."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise SlideConfigError(
+                f"parameter {name} is on the meta device, where it has no values; load the checkpoint into the model "
+                "before deepspeed.initialize"
+            )
+
+
 def check_without_optimizer(module: nn.Module) -> None:
     """Refuse a model, as it is when the engine is built, whose forwards DS-Slide cannot run. Raises
     SlideConfigError."""

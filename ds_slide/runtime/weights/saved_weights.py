@@ -303,7 +303,7 @@ class OpenHooks:
         return _made(SavedTensor, (tensor if tensor.is_leaf else tensor.detach(), tensor._version))  # `SavedTensor.of`
 
     def _has_reference(self, recipe: Recipe, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of those that a subclass is made of is in a slot."""
+        """Whether a subclass is made of a tensor that is in a slot."""
         for each in (getattr(tensor, name) for name in recipe.names):
             inner = Recipe.of(each)
             if self._reference(each) is not None if inner is None else self._has_reference(inner, each):
