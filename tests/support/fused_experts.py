@@ -97,12 +97,13 @@ def adapted_mixture(
     *,
     names: Sequence[str] = ("default",),
     targets: Sequence[str] = ON_EXPERTS,
+    **options: Any,
 ) -> Any:
     """The same with PEFT's adapters on one more projection of attention, and on the experts themselves. `names`: of
     the adapters, of which the first is active."""
     import peft
 
-    model = mixture(shape, implementation)
+    model = mixture(shape, implementation, **options)
     torch.manual_seed(3)
     on_attention = ["kv_b_proj" if shape == "deepseek" else "k_proj"]
     settings = peft.LoraConfig(
