@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BASES = ("bf16", "nf4", "nf4-double", "int8", "fp8")
+BASES = ("bf16", "nf4", "nf4-double", "int8", "fp8", "torchao-int8", "torchao-fp8")
 TARGETS = ("all-linear", "attention", "experts")
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _ATTENTION += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]  # DeepSeek's
@@ -31,6 +31,11 @@ def packed(linear: nn.Linear, base: str) -> Any:
     weight = linear.weight.detach()
     if base == "fp8":
         return Fp8Linear(weight, linear.bias)
+    if base.startswith("torchao"):
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+        quantize_(linear, Int8WeightOnlyConfig() if base == "torchao-int8" else Float8WeightOnlyConfig())
+        return linear
     import bitsandbytes
 
     layers: Any = bitsandbytes.nn
@@ -52,6 +57,8 @@ def kept_on(home: torch.device, parameter: Any) -> Any:
     """The parameter with its memory on `home`, and what bitsandbytes keeps beside it."""
     if hasattr(parameter, "SCB"):
         return parameter.to(home)
+    if hasattr(parameter, "__tensor_flatten__"):  # torchao's
+        return nn.Parameter(parameter.detach().to(home), requires_grad=False)
     if parameter.device != home:
         # All threads touch the new pages first. One thread alone would need longer for them than the copy takes.
         parameter.data = torch.empty_like(parameter.data, device=home).zero_().copy_(parameter.data)

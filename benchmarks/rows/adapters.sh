@@ -3,6 +3,7 @@
 #     OUT=... bash benchmarks/rows/adapters.sh d1 a1 a2 b        # about 420 s
 #     OUT=... bash benchmarks/rows/adapters.sh c1 c2             # about 360 s
 #     OUT=... bash benchmarks/rows/adapters.sh d2 d3             # about 400 s
+#     OUT=... bash benchmarks/rows/adapters.sh d4                # about 200 s
 #     OUT=... bash benchmarks/rows/adapters.sh a3 e gpu          # about 310 s (and 60 to 100 s once for DeepSpeed's CPU Adam, if not built)
 # Order of importance: d1 a1 a2 c1 b d2 a3 c2 d3 e. One JSON record a row in $OUT/adapters_*.jsonl, $OUT/lengths72.jsonl.
 # Figures in comments: estimates of seconds in all / of the build, made before the first run.
@@ -47,6 +48,9 @@ c2) timeout -k 5 320 python3 benchmarks/lengths.py --case lora-72b --gib 24 --ba
 # 30 B-A3B, LoRA on attention and by target_parameters on all experts (643 M trained).        200 s / 50
 d2) row d2 300 --system slide --model qwen3-30b-a3b --targets experts --batch 8 --seq 2048 --build host \
       --gpu-fraction $F --warmup 5 --steps 4;;
+# The same with its experts in parts: the losses of d2.                                       200 s / 50
+d4) row d4 300 --system slide --model qwen3-30b-a3b --targets experts --batch 8 --seq 2048 --build host \
+      --gpu-fraction $F --warmup 5 --steps 4 --slide '{"experts": "256MiB"}';;
 # Stock ZeRO-3 offload, LoRA on attention, on the whole card: its logits of 16,384 tokens alone are 30 GB. Its start
 # moves all 61 GB to the GPU, which the whole card holds; host memory about 80 GB (powers of two).    200 s / 40
 d3) row d3 330 --system stock --model qwen3-30b-a3b --targets attention --batch 8 --seq 2048 --build host \

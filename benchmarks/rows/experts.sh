@@ -4,6 +4,7 @@
 # Run at the top of the repository, with DS-Slide and peft installed. One process a row; results in $OUT.
 #   row 1: the claim. Forward and backward of one layer = (forward_phase_s + backward_phase_s) / 2, at most 1.0 s.
 #          92 GB over the link are 1.67 s at 55 GB/s for both layers.
+#   row 1b: row 1 with LoRA on the experts themselves, too (`target_parameters`; 170 M trained).
 #   row 2: the same with the script's checkpointing (the engine keeps the experts' results: no third fetch).
 #   row 3: whole blocks on the whole card (slots of 46 GB): the losses of rows 1 to 3 should agree.
 #   row 4: plain torch on the whole card, same weights: first losses agree to bf16 (DeepSpeed also casts fp32 buffers).
@@ -14,6 +15,7 @@ OUT=${OUT:-out}; mkdir -p "$OUT"
 fraction=$(python3 -c 'import torch; print(round(16 * 2**30 / torch.cuda.get_device_properties(0).total_memory, 4))')
 common="--model deepseek-v3-2-blocks --adapter 16 --targets attention --batch 1 --seq 512 --build host --steps 6 --warmup 4 --out $OUT/experts.jsonl"
 python3 benchmarks/step.py --system slide --checkpointing none --gpu-fraction "$fraction" $common
+python3 benchmarks/step.py --system slide --checkpointing none --gpu-fraction "$fraction" $common --targets experts
 python3 benchmarks/step.py --system slide --checkpointing non-reentrant --gpu-fraction "$fraction" $common
 python3 benchmarks/step.py --system slide --checkpointing none $common --slide '{"experts": 0}'
 python3 - <<'P'

@@ -85,7 +85,7 @@ def _check_first(engine_class: Any) -> None:
             if getattr(self, "optimizer", None) is not None and self.zero_optimization_partition_weights():
                 STOCKS[self.module] = weakref.ref(self)
             return
-        from ds_slide.integration.contract import check_deepspeed_config
+        from ds_slide.integration.contract import check_deepspeed_config, require_values
         from ds_slide.integration.selfcheck import check_deepspeed, check_extension
         from ds_slide.report.compilations import watch
         from ds_slide.report.log import show
@@ -102,6 +102,7 @@ def _check_first(engine_class: Any) -> None:
             mpu=given.get("mpu"),
             mesh_device=given.get("mesh_device"),
         )
+        require_values(given["model"])
         _take_from_stock(given["model"])
         try:
             original(self, *args, **kwargs)
@@ -230,8 +231,16 @@ def _config_of_accelerate() -> Any:
     return None if plugin is None else plugin.deepspeed_config
 
 
-def _weights_stay(engine: Any, *_args: Any, **_kwargs: Any) -> AbstractContextManager[None]:
-    return nullcontext() if slide_config(engine._config) is None else weights_stay(engine)
+@contextmanager
+def _weights_stay(engine: Any, model: nn.Module, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+    if slide_config(engine._config) is None:
+        yield
+        return
+    from ds_slide.model.subclasses import take_apart
+
+    take_apart(model)  # before DeepSpeed converts and moves parameters
+    with weights_stay(engine):
+        yield
 
 
 # ----------------------------------------------------------------------------------------------------------------------

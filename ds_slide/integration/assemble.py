@@ -111,7 +111,7 @@ def _expert_patches(
         if isinstance(source, ExpertsInSlot):
             yield bring_experts(experts, source)
         else:
-            yield stream_experts(experts, source)
+            yield from stream_experts(experts, source)
 
 
 def accumulates(ds_config: Mapping[str, Any], accumulation_steps: int) -> bool:

@@ -26,6 +26,7 @@ from ds_slide.integration.refused import (
     setting_problems,
 )
 from ds_slide.model.carried import TRAINED_DTYPES
+from ds_slide.model.subclasses import can_be_taken_apart, is_made_of_tensors
 from ds_slide.optim.client import ClientRule, trial
 from ds_slide.optim.muon import MuonRule
 from ds_slide.optim.rule import UpdateRule
@@ -78,6 +79,8 @@ def check_deepspeed_config(
         *(holding_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
         *model_problems(model),
+        *subclass_problems(model),
+        *(backward_problems(model) if trains else ()),
         *optimizer_choice_problems(config.optimizer_name, client_optimizer),
     )
 
@@ -110,6 +113,16 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
     ranks = dist.get_world_size(kwargs.get("dp_process_group")) if dist.is_initialized() else 1
     raise_all(*matrix_ranks_problems(rule, ranks, slide))
     raise_all(*trial_problems(rule, ranks, slide))  # after the others: it runs the client's code
+
+
+def require_values(model: nn.Module) -> None:
+    """Raise SlideConfigError for a model that was built on the meta device and not loaded."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise SlideConfigError(
+                f"parameter {name} is on the meta device, where it has no values; load the checkpoint into the model "
+                "before deepspeed.initialize"
+            )
 
 
 def check_without_optimizer(module: nn.Module) -> None:
@@ -398,6 +411,29 @@ def model_problems(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if not getattr(parameter, "allreduce", True):
             yield f"parameter {name} is of an expert-parallel group (allreduce is False), but {_NO_EXPERTS}"
+            return
+
+
+def subclass_problems(model: nn.Module) -> Iterator[str]:
+    """Yield a problem for a parameter that is a tensor subclass made of other tensors and cannot be taken apart."""
+    for name, parameter in model.named_parameters():
+        if is_made_of_tensors(parameter) and not can_be_taken_apart(parameter):
+            yield (
+                f"parameter {name} is a {type(parameter).__name__}, but DS-Slide trains and divides plain tensors; "
+                "freeze it with requires_grad_(False), or build the model without tensor subclasses"
+            )
+            return
+
+
+def backward_problems(model: nn.Module) -> Iterator[str]:
+    """Yield a problem for gpt-oss' MXFP4 experts in the layout of their Triton kernels: gradients would pass by them
+    without an error, in plain torch, too. Trainer refuses them."""
+    for name, module in model.named_modules():
+        if (_package(type(module)), type(module).__name__) == ("transformers", "Mxfp4GptOssExperts"):
+            yield (
+                f"the MXFP4 experts of {name} have no backward, because their kernels are for inference; load the "
+                "model with quantization_config=Mxfp4Config(dequantize=True)"
+            )
             return
 
 

@@ -5,6 +5,7 @@ beside packed parameters.
     `weight.quant_state`   bitsandbytes, 4 bits: absmax, and with double quantisation the nested absmax; beside a 3-D
                            parameter (`replace_parameter_4bit`) the parametrization has it
     `SCB`, `CB`            bitsandbytes, 8 bits: the scales of the rows, and a second tensor on the weight's memory
+    `Rebuilt`              buffers beside the largest tensor of a subclass, as torchao's (`ds_slide.model.subclasses`)
 
 Only large tensors are worth a place in the block (`LEAST_BYTES`). The smaller ones stay on the accelerator.
 """
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+
+from ds_slide.model.subclasses import Rebuilt
 
 TRAINED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The data types that parameters may be trained in."""
@@ -137,15 +140,18 @@ def _packed_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items()
         if buffer is not None and _is_large(buffer) and name not in module._non_persistent_buffers_set
     ]
-    if any(buffer.dtype not in TRAINED_DTYPES for _, buffer in large):
+    if any(buffer.dtype not in TRAINED_DTYPES for _, buffer in large) and not isinstance(module, Rebuilt):
         yield from large
 
 
 def _beside(module: nn.Module, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors that bitsandbytes keeps beside a packed parameter."""
+    """Yield names and tensors that bitsandbytes, or a tensor subclass, keeps beside a packed parameter."""
     state = getattr(parameter, "quant_state", None)
     if isinstance(module, ParametrizationList):  # a 3-D parameter of experts: its packed bytes are `original`
         state = next((getattr(each, "quant_state", None) for each in module), None)
+        yield from (
+            (name, buffer) for each in module if isinstance(each, Rebuilt) for name, buffer in each.named_buffers()
+        )
     nested = getattr(state, "state2", None)
     places = [(state, "absmax"), (state, "code"), (state, "offset"), (nested, "absmax"), (nested, "code")]
     if hasattr(parameter, "SCB"):  # the first forward moves them from the parameter to the module

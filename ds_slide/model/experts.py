@@ -7,7 +7,8 @@ slice of contiguous bytes. So a block of several GB needs the GPU memory of a fe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ class Experts:
     path: str
     module: nn.Module
     names: tuple[str, ...]
+    adapters: tuple[nn.Module, ...] = ()
+    """PEFT's wrappers of `target_parameters` around the module, each for one of `names`, the outermost first."""
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -40,22 +43,31 @@ def find_experts(root: nn.Module, trained: Collection[nn.Parameter] | None) -> t
     optimizer."""
     found: list[Experts] = []
     reasons: dict[str, str] = {}
-    adapted = {id(base): wrapper for wrapper in root.modules() if (base := _base_of(wrapper)) is not None}
+    adapters = _adapters(root)
     for path, module in root.named_modules():
         if not all(hasattr(module, mark) for mark in _MARKS):
             continue
         names = tuple(_three_dimensional(module))
-        reason = _why_whole(module, names, trained, adapted.get(id(module)))
+        around = tuple(adapters[id(module)])
+        reason = _why_whole(module, names, trained, around)
         if reason is None:
-            found.append(Experts(path, module, names))
+            found.append(Experts(path, module, names, around))
         else:
             reasons[path] = reason
     return found, reasons
 
 
-def _base_of(wrapper: nn.Module) -> Any:
-    """Return the module whose parameter PEFT's `target_parameters` adapt; None for other modules."""
-    return getattr(wrapper, "base_layer", None) if hasattr(wrapper, "parameter_name") else None
+def _adapters(root: nn.Module) -> dict[int, list[nn.Module]]:
+    """Return PEFT's wrappers of `target_parameters` by the id of the module whose parameters they adapt, the outermost
+    first. Each wraps the next one."""
+    found = defaultdict(list)
+    for wrapper in root.modules():
+        base: Any = wrapper
+        while hasattr(base, "parameter_name") and hasattr(base, "base_layer"):
+            base = base.base_layer
+        if base is not wrapper:
+            found[id(base)].append(wrapper)
+    return found
 
 
 def _three_dimensional(module: nn.Module) -> Iterator[str]:
@@ -65,12 +77,14 @@ def _three_dimensional(module: nn.Module) -> Iterator[str]:
 
 
 def _why_whole(
-    module: nn.Module, names: tuple[str, ...], trained: Collection[nn.Parameter] | None, wrapper: nn.Module | None
+    module: nn.Module, names: tuple[str, ...], trained: Collection[nn.Parameter] | None, adapters: Sequence[Any]
 ) -> str | None:
     """Return why the experts of a module cannot move in parts; None where they can."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if wrapper is not None:
-        return "its adapters (target_parameters) are added to the whole 3-D parameter"
+    if not all(hasattr(each, "get_delta_factors") for each in adapters):
+        return "its adapters (target_parameters) are added to the whole 3-D parameter by PEFT before 0.21"
+    if any(each.parameter_name not in names for each in adapters) or (adapters and module.num_experts == 1):
+        return "its adapters (target_parameters) are on other parameters than those of several experts"
     if "parametrizations" in module._modules or not names:
         return "it has no 3-D parameters of its own, but parametrizations or another form"
     if len(own) != sum(1 for _ in module.parameters()):

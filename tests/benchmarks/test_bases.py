@@ -17,15 +17,31 @@ CPU = torch.device("cpu")
 LAYER = "model.layers.3.mlp.gate_proj"  # 704 x 256: no whole number of fp8's tiles
 # How far the layer's results may be from those of the bf16 weight, of their norm.
 FARTHEST = {"bf16": 0.0, "fp8": 0.04, "int8": 0.02, "nf4": 0.12, "nf4-double": 0.12}
-needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-KINDS = [
-    pytest.param(base, marks=[] if base in ("bf16", "fp8") else [needs_bitsandbytes, pytest.mark.clients])
-    for base in bases.BASES
-]
+FARTHEST |= {"torchao-int8": 0.02, "torchao-fp8": 0.04}
+
+
+def needs_library(base: str) -> list[pytest.MarkDecorator]:
+    if base in ("bf16", "fp8"):
+        return []
+    library = "torchao" if base.startswith("torchao") else "bitsandbytes"
+    missing = pytest.mark.skipif(find_spec(library) is None, reason=f"{library} is not installed")
+    return [missing, pytest.mark.clients]
+
+
+KINDS = [pytest.param(base, marks=needs_library(base)) for base in bases.BASES]
 
 
 def linear_layers(model: Any) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def is_subclass(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def bits(tensor: Any) -> list[torch.Tensor]:
+    plain = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if is_subclass(tensor) else [tensor]
+    return [each.detach().contiguous().view(torch.uint8) for each in plain]
 
 
 @pytest.mark.parametrize("base", KINDS)
@@ -33,7 +49,7 @@ def test_a_packed_base_has_the_weights_of_the_bf16_model(base: str) -> None:
     plain, model = (shapes.build_in_host_memory("tiny", CPU, 0, each) for each in ("bf16", base))
     ours, theirs = linear_layers(model), linear_layers(plain)
     assert ours.keys() == theirs.keys() and type(ours["lm_head"]) is nn.Linear
-    changed = [name for name in ours if type(ours[name]) is not nn.Linear]
+    changed = [name for name, layer in ours.items() if type(layer) is not nn.Linear or is_subclass(layer.weight)]
     assert len(changed) == (0 if base == "bf16" else len(ours) - 1)
     x = torch.randn(64, 256, dtype=torch.bfloat16)
     expected = theirs[LAYER](x)
@@ -51,7 +67,9 @@ def test_a_base_that_is_kept_elsewhere_has_the_same_bits(base: str) -> None:
     ]
     first, second = (model.state_dict() for model in models)
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
+    assert all(
+        torch.equal(*both) for name in first for both in zip(*map(bits, (first[name], second[name])), strict=True)
+    )
 
 
 def test_a_packed_base_needs_adapters() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from fused_experts import mixture
+from fused_experts import adapted_mixture, mixture
 from harness import batches, ds_config, plain_training
 
 ON_CPU = os.environ.get("DS_ACCELERATOR") == "cpu"
@@ -34,7 +34,9 @@ OPTIONS = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_toke
 
 
 def model_of(shape: str, implementation: str) -> Any:
-    return mixture(shape, implementation, None, hidden_size=WIDTH, num_hidden_layers=BLOCKS, **SIZES[shape])
+    shape, _, adapters = shape.partition(" ")
+    make = adapted_mixture if adapters else mixture
+    return make(shape, implementation, None, hidden_size=WIDTH, num_hidden_layers=BLOCKS, **SIZES[shape])
 
 
 def trained(shape: str, implementation: str, way: str) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def trained(shape: str, implementation: str, way: str) -> dict[str, Any]:
 def main() -> None:
     found = {
         f"{shape} {implementation} {way}": trained(shape, implementation, way)
-        for shape in SIZES
+        for shape in (*SIZES, "qwen3 adapters")  # `target_parameters`
         for implementation in ("grouped_mm", "eager")
         for way in ("plain", *SLIDE)
     }

@@ -13,7 +13,8 @@ from conftest import HERE, ON_CPU
 
 EXPERT_BYTES, EXPERTS, BLOCKS = 3 * 512 * 512 * 2, 32, 4
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
-CASES = [(shape, implementation) for shape in ("qwen3", "gpt-oss") for implementation in ("grouped_mm", "eager")]
+SHAPES = ("qwen3", "gpt-oss", "qwen3 adapters")
+CASES = [(shape, implementation) for shape in SHAPES for implementation in ("grouped_mm", "eager")]
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,19 @@ from conftest import HERE, ON_CPU
 
 pytest.importorskip("peft")
 
-needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+def library_of(base: str) -> str:
+    return "torch" if base == "fp8" else "torchao" if base.startswith("torchao") else "bitsandbytes"
+
+
+def needs_library(base: str) -> pytest.MarkDecorator:
+    library = library_of(base)
+    return pytest.mark.skipif(find_spec(library) is None, reason=f"{library} is not installed")
+
+
 # Bytes of one weight, with fp32 scales for 64 weights, uint8 ones, or hardly any.
 BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64, "int8": 1.0, "fp8": 1.0}
+BYTES |= {"torchao-int8": 1.0, "torchao-fp8": 1.0}
 WEIGHTS = 512 * (512 * 3 + 1408 * 3)  # of the linear layers of a block; keys and values have half the heads
 BLOCKS, SLOTS = 6, 2
 
@@ -24,7 +34,7 @@ BLOCKS, SLOTS = 6, 2
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("packed")
-    bases = [base for base in BYTES if base == "fp8" or find_spec("bitsandbytes")]
+    bases = [base for base in BYTES if find_spec(library_of(base))]
     environment = {**os.environ, **({"DS_ACCELERATOR": "cpu"} if ON_CPU else {})}
     command = [sys.executable, str(HERE / "packed_worker.py"), str(folder / "out.json"), *bases]
     with (folder / "log").open("w") as log:
@@ -34,9 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "base", [pytest.param(base, marks=[] if base == "fp8" else needs_bitsandbytes) for base in BYTES]
-)
+@pytest.mark.parametrize("base", [pytest.param(base, marks=needs_library(base)) for base in BYTES])
 def test_losses_on_a_packed_base_follow_plain_torch(base: str, trained: dict[str, Any]) -> None:
     plain, slide = (trained[base][system]["losses"] for system in ("plain", "slide"))
     stats = trained[base]["slide"]["stats"]

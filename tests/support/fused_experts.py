@@ -1,7 +1,8 @@
-"""Mixtures of experts as transformers 5 has them, fused in 3-D parameters: frozen, with adapters on attention."""
+"""Mixtures of experts as transformers 5 has them, fused in 3-D parameters: frozen, with adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,3 +85,42 @@ def mixture(shape: str, implementation: str | None = None, checkpoints: Any = No
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
         model.enable_input_require_grads()
     return model.train()
+
+
+ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted_mixture(
+    shape: str,
+    implementation: str | None = None,
+    checkpoints: Any = None,
+    *,
+    names: Sequence[str] = ("default",),
+    targets: Sequence[str] = ON_EXPERTS,
+    **options: Any,
+) -> Any:
+    """The same with PEFT's adapters on one more projection of attention, and on the experts themselves. `names`: of
+    the adapters, of which the first is active."""
+    import peft
+
+    model = mixture(shape, implementation, **options)
+    torch.manual_seed(3)
+    on_attention = ["kv_b_proj" if shape == "deepseek" else "k_proj"]
+    settings = peft.LoraConfig(
+        r=4, init_lora_weights=False, target_modules=on_attention, target_parameters=list(targets)
+    )
+    model = peft.get_peft_model(model, settings, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, settings)
+    if checkpoints is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
+        model.enable_input_require_grads()
+    return to_bf16(model).train()
+
+
+def fetched(engine: Any) -> int:
+    """Bytes that went up since the last call."""
+    context = engine.optimizer.runtime.parts.context
+    context.lanes.h2d.drain()
+    moved: int = context.recorder.meters["h2d"].take()[1]
+    return moved

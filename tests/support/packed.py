@@ -9,7 +9,9 @@ from harness import Batch, causal_loss, llama, to_bf16
 from torch import nn
 
 BITSANDBYTES = ("nf4", "nf4_double", "fp4", "int8")
-PLAIN = ("fp8", "buffers", "mixed")
+PLAIN = ("fp8", "buffers", "mixed", "subclass")
+TORCHAO = ("torchao-int8", "torchao-float8")
+SUBCLASSES = ("subclass", *TORCHAO)
 TARGETS = ("q_proj", "v_proj", "down_proj")
 SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 5}
 
@@ -82,6 +84,37 @@ class BufferLinear(nn.Module):
         return x @ weight.to(x.dtype)
 
 
+class PackedTensor(torch.Tensor):
+    """A weight of int8 codes ([out, in]) and fp32 scales of its rows that looks like bf16, as torchao's subclasses.
+    Autograd saves it, or its transpose, for the backward of a linear layer."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor) -> PackedTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> PackedTensor:
+        scales = weight.float().abs().amax(1, keepdim=True) / 127.0
+        return cls((weight.float() / scales).round().to(torch.int8), scales)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: dict[str, torch.Tensor], _context: None, _size: Any, _stride: Any) -> Any:
+        return cls(tensors["codes"], tensors["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
+            return cls(*(function(each) for each in (args[0].codes, args[0].scales)))
+        plain = [(a.codes * a.scales).bfloat16() if isinstance(a, cls) else a for a in args]
+        return function(*plain, **(kwargs or {}))
+
+
 class Adapted(nn.Module):
     """A packed layer with a low-rank addition."""
 
@@ -104,6 +137,14 @@ def packed_linear(linear: nn.Linear, kind: str) -> nn.Module:
         return OddLinear(linear) if linear.in_features == linear.out_features else linear
     if kind == "buffers":
         return BufferLinear(linear)
+    if kind == "subclass":
+        linear.weight = nn.Parameter(PackedTensor.of(linear.weight.detach()), requires_grad=False)
+        return linear
+    if kind in TORCHAO:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+        quantize_(linear, Int8WeightOnlyConfig() if kind == "torchao-int8" else Float8WeightOnlyConfig())
+        return linear
     import bitsandbytes
 
     sizes = (linear.in_features, linear.out_features)

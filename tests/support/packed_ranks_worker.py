@@ -19,6 +19,7 @@ import two_ranks
 from harness import batches, ds_config, engine_for, on_ssd, states_of, train
 
 import ds_slide.model.carried
+from ds_slide.model.subclasses import take_apart
 
 STEPS = 2
 WAYS: dict[str, dict[str, Any] | None] = {
@@ -48,6 +49,8 @@ def main(rank: int, folder: Path) -> None:
                 (folder / "ssd").mkdir(exist_ok=True)
                 on_ssd(config, folder / "ssd")
             model = packed.packed_model(kind)
+            if kind in packed.SUBCLASSES:  # as the engine does; to see what is beside the weights before
+                take_apart(model)
             whole, found = beside(model), {}
             with engine_for(model, config) as engine:
                 result = train(engine, data, packed.forward_between)

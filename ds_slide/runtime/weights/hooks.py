@@ -340,7 +340,8 @@ class OuterHooks:
 
 
 class RootHooks:
-    """Hooks of the whole model, which open and close the forward."""
+    """Hooks of the whole model, which open and close the forward. A wrapper's `generate` (PEFT's) calls the model in
+    it, which has such hooks, too; inside of another forward they do nothing."""
 
     def __init__(
         self,
@@ -349,6 +350,7 @@ class RootHooks:
         events: RootEvents,
     ) -> None:
         self.are_there = True
+        self._has_begun = False
         self._root = root
         self._events = events
         self._handles = [
@@ -365,11 +367,13 @@ class RootHooks:
         if call_under_way() is Call.FORWARD and (not self._root.active or self._root.is_left_open()):
             self._events.begin_forward(args, kwargs)
             self._root.begin(sys._getframe(2))  # the caller of `uncompiled`
+            self._has_begun = True
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if call_under_way() is Call.FORWARD:
-            if not self._root.active:
+            if not self._root.active or not self._has_begun:
                 return None
+            self._has_begun = False
             self._root.end()
             self._events.end_forward(completed=output is not None)
         return hook_outputs(output, self._events) if torch.is_grad_enabled() else None

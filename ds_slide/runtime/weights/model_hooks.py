@@ -8,7 +8,7 @@ attributes of the module object, which Python finds before it asks `nn.Module` f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +91,12 @@ class WideHooks:
                 vars(owner).pop(name, None)
 
 
+def _roots(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model, and the models in it whose forwards a `generate` of a wrapper calls."""
+    yield module
+    yield from (each for each in module.modules() if each is not module and hasattr(type(each), "generate"))
+
+
 class ModelHooks:
     """The hooks of one engine, which call `runtime`. `attached`: the hooks that are in the model now."""
 
@@ -112,7 +118,7 @@ class ModelHooks:
             *(BlockHooks(unit, runtime, self._saved, runtime.root, recorder) for unit in runtime.blocks),
             *OuterHooks.on(self._module, outer_units, runtime.resident_weights),
             *WideHooks.on(self._module, runtime.units, runtime.device.torch.type),
-            RootHooks(self._module, runtime.root, runtime),
+            *(RootHooks(root, runtime.root, runtime) for root in _roots(self._module)),
             *CacheHooks.on(self._module, runtime.parts.spare.activations),
         ]
 

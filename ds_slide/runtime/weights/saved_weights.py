@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ds_slide.model.subclasses import Recipe
 from ds_slide.report.host import HostTrace
 from ds_slide.runtime.core.calls import in_backward
 from ds_slide.runtime.core.unit import Unit
@@ -109,6 +110,13 @@ class _Packed(NamedTuple):
     """The result of the outer hooks for a saved tensor."""
 
     value: Any
+
+
+class _Apart(NamedTuple):
+    """A saved tensor subclass that is made of other tensors, which are saved each for itself: they may be in a slot."""
+
+    recipe: Recipe
+    tensors: dict[str, Any]
 
 
 class References(Protocol):
@@ -282,19 +290,31 @@ class OpenHooks:
         for pair in stack[stale + 1 :]:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
-    def _pack(self, tensor: torch.Tensor) -> SavedTensor | SlotReference | ParameterReference | _Packed:
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor | SlotReference | ParameterReference | _Packed | _Apart:
+        if (recipe := Recipe.of(tensor)) is not None and self._has_reference(recipe, tensor):
+            return _Apart(recipe, {name: self._pack(getattr(tensor, name)) for name in recipe.names})
         if tensor.is_conj() or tensor.is_neg():  # a view with a flag, which its place does not show
             tensor = tensor.resolve_conj().resolve_neg()
-        reference = self._reference(tensor)
+        reference = self._reference(tensor) if recipe is None else None
         if reference is not None:
             return reference
         if self._around is not None:
             return _made(_Packed, (self._around[0](tensor),))
         return _made(SavedTensor, (tensor if tensor.is_leaf else tensor.detach(), tensor._version))  # `SavedTensor.of`
 
-    def _unpack(self, saved: SavedTensor | SlotReference | ParameterReference | _Packed) -> torch.Tensor:
+    def _has_reference(self, recipe: Recipe, tensor: torch.Tensor) -> bool:
+        """Whether a subclass is made of a tensor that is in a slot."""
+        for each in (getattr(tensor, name) for name in recipe.names):
+            inner = Recipe.of(each)
+            if self._reference(each) is not None if inner is None else self._has_reference(inner, each):
+                return True
+        return False
+
+    def _unpack(self, saved: SavedTensor | SlotReference | ParameterReference | _Packed | _Apart) -> torch.Tensor:
         if type(saved) is SavedTensor:
             return saved.tensor if saved.tensor._version == saved.version else saved.unchanged()
+        if type(saved) is _Apart:
+            return saved.recipe.made({name: self._unpack(each) for name, each in saved.tensors.items()})
         if type(saved) is _Packed:
             assert self._around is not None
             return self._around[1](saved.value)
@@ -308,13 +328,13 @@ class _MeasuredHooks(OpenHooks):
         self._host, self._order = host, order
         super().__init__(references)
 
-    def _pack(self, tensor: torch.Tensor) -> SavedTensor | SlotReference | ParameterReference | _Packed:
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor | SlotReference | ParameterReference | _Packed | _Apart:
         if self._around is not None:
             return super()._pack(tensor)
         with self._host.own("backward" if in_backward() else "forward", self._order):
             return super()._pack(tensor)
 
-    def _unpack(self, saved: SavedTensor | SlotReference | ParameterReference | _Packed) -> torch.Tensor:
+    def _unpack(self, saved: SavedTensor | SlotReference | ParameterReference | _Packed | _Apart) -> torch.Tensor:
         if isinstance(saved, _Packed):
             return super()._unpack(saved)
         with self._host.own("backward", self._order):

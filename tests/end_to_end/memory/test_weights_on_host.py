@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from harness import ds_config, engine_for, llama
+from harness import batches, ds_config, engine_for, llama, train
 from torch import nn
 
+from ds_slide.errors import SlideConfigError
 from ds_slide.integration import activation, assemble
 from ds_slide.integration.activation import weights_stay
 from ds_slide.runtime.core.device import Device
@@ -111,3 +112,17 @@ def test_weights_that_are_a_view_of_a_file_are_no_memory_that_comes_free(tmp_pat
     for name, parameter in model.named_parameters():
         parameter.data = mapped[name]
     assert comes_free() == 0
+
+
+def test_a_model_on_the_meta_device_is_refused_until_it_is_loaded() -> None:
+    source = llama().bfloat16()
+    with ELSEWHERE:
+        model = llama().bfloat16()
+    message = r"parameter model.embed_tokens.weight is on the meta device, where it has no values; load the checkpoint"
+    with pytest.raises(SlideConfigError, match=message), engine_for(model, ds_config({})):
+        pass
+    model.load_state_dict(source.state_dict(), assign=True)
+    model.model.rotary_emb = source.model.rotary_emb  # its buffers are not saved
+    model.requires_grad_(True)
+    with engine_for(model, ds_config({})) as found, engine_for(source, ds_config({})) as expected:
+        assert train(found, batches(1)).losses == train(expected, batches(1)).losses

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Result, batches, differences, ds_config, engine_for, on_ssd, plain_training, states_of, train
-from packed import BITSANDBYTES, PLAIN, forward_between, packed_model
+from packed import BITSANDBYTES, PLAIN, SUBCLASSES, TORCHAO, PackedTensor, forward_between, packed_model
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.activation import move_all_but_parameters
@@ -26,7 +26,12 @@ ON_SSD = {"window": 2, "gpu_states": 0, "host_memory": 0}
 STEPS = 2
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 AS_CLIENTS = [pytest.param(kind, WINDOW, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES]
-KINDS = [*PLAIN, *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES)]
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+KINDS = [
+    *PLAIN,
+    *(pytest.param(kind, marks=[needs_bitsandbytes, pytest.mark.clients]) for kind in BITSANDBYTES),
+    *(pytest.param(kind, marks=[needs_torchao, pytest.mark.clients]) for kind in TORCHAO),
+]
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -58,7 +63,22 @@ def test_losses_and_states_are_plain_torchs(kind: str) -> None:
             if name.endswith("weight_scale_inv"):
                 parameter.data = parameter.data.bfloat16()
     plain = plain_training(model, batches(STEPS), 1.0, loss_of=forward_between)
-    assert differences(streamed(kind), plain) == []
+    found = streamed(kind)
+    if kind in SUBCLASSES:  # the engine has taken the weights apart
+        codes = [
+            p.codes if isinstance(p, PackedTensor) else p.qdata
+            for p in model.parameters()
+            if hasattr(p, "__tensor_flatten__")
+        ]
+        packed = [states["weight"] for name, states in found.states.items() if name.endswith("original")]
+        assert len(packed) == len(codes) == 35 and all(map(torch.equal, packed, codes))
+        plain, found = (
+            Result(
+                each.losses, each.norms, {name: states for name, states in each.states.items() if "master" in states}
+            )
+            for each in (plain, found)
+        )
+    assert differences(found, plain) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,6 +95,12 @@ CARRIED = {
     "int8": {"weight.SCB", "weight.CB"},
     "buffers": {"qweight", "scales", "qzeros"},
     "fp8": set(),
+    "torchao-int8": {
+        "parametrizations.weight.original.packed_scale",
+        "parametrizations.weight.original.packed_zero_point",
+    },
+    "torchao-float8": {"parametrizations.weight.original.packed_scale"},
+    "subclass": {"parametrizations.weight.original.packed_scales"},
     "mixed": set(),
 }
 
@@ -239,6 +265,20 @@ def test_a_trained_parameter_of_such_a_data_type_is_refused() -> None:
             SlideConfigError,
             match=r"mlp\.gate_proj\.weight is torch\.float8_e4m3fn and requires a gradient, but DS-Slide trains .*"
             r"freeze it with requires_grad_\(False\), which any data type allows",
+        ),
+        engine_for(model, ds_config(WINDOW)),
+    ):
+        pass
+
+
+def test_a_subclass_that_trains_is_refused() -> None:
+    model = packed_model("subclass")
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
+    with (
+        pytest.raises(
+            SlideConfigError,
+            match=r"parameter model.layers.1.mlp.up_proj.weight is a PackedTensor, but DS-Slide trains and divides "
+            r"plain tensors; freeze it with requires_grad_\(False\)",
         ),
         engine_for(model, ds_config(WINDOW)),
     ):

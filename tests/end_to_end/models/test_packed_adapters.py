@@ -3,14 +3,18 @@ torch. See `test_packed` for where these tests run."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from harness import batches, differences, ds_config, engine_for, llama, plain_training, states_of, train
 from packed import SHAPE, forward_between
 from torch import nn
+
+from ds_slide.model.carried import packed_tensors
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -112,8 +116,72 @@ def test_losses_and_states_are_plain_torchs(case: str, saved: dict[bool, Path]) 
     assert differences(found, plain) == []
 
 
+def test_experts_are_packed_while_the_checkpoint_is_loaded(
+    saved: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `examples/packed_experts.py`, one expert after the other: as bitsandbytes packs a whole parameter."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    packed_experts: Any = importlib.import_module("packed_experts")
+    options = {"device_map": {"": "cpu"}, "dtype": torch.bfloat16}
+    found = AutoModelForCausalLM.from_pretrained(
+        saved[True], quantization_config=packed_experts.PackedExpertsConfig(), **options
+    )
+    expected: Any = base_of("nf4 double", saved[True])
+    for layer in expected.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(layer.mlp.experts, name, compress_statistics=True)
+    mine, others = dict(found.named_parameters()), dict(expected.named_parameters())
+    assert mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in others)
+    for name in ("gate_up_proj", "down_proj"):
+        path = f"model.layers.2.mlp.experts.parametrizations.{name}"
+        beside = [list(packed_tensors(model.get_submodule(path))) for model in (found, expected)]
+        assert len(beside[1]) == 5 and all(map(torch.equal, *beside))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_torchaos_subclasses_have_the_losses_and_adapters_of_plain_torch(
+    checkpointed: bool, saved: dict[bool, Path], tmp_path: Path
+) -> None:
+    """The engine takes them apart, so that their names are others."""
+    quantization = pytest.importorskip("torchao.quantization")
+    from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    def base() -> nn.Module:
+        packed = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+        options = {"device_map": {"": "cpu"}, "dtype": torch.bfloat16}
+        return AutoModelForCausalLM.from_pretrained(saved[False], quantization_config=packed, **options)
+
+    def made() -> Any:
+        model = prepare_model_for_kbit_training(
+            base(),
+            use_gradient_checkpointing=checkpointed,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+        torch.manual_seed(3)
+        settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+        return get_peft_model(model, LoraConfig(**settings)).train()
+
+    plain, model = plain_training(cast(made()), batches(2), 1.0, loss_of=forward_between), made()
+    tokens = torch.arange(1, 9)[None]
+    with engine_for(model, ds_config(WINDOW)) as engine:
+        found = train(engine, batches(2), forward_between)
+        found.states = states_of(model)
+        generated = model.eval().generate(input_ids=tokens, max_new_tokens=8, do_sample=False)
+        with deepspeed.zero.GatheredParameters([p for p in model.parameters() if p.requires_grad]):
+            model.save_pretrained(tmp_path)
+    for each in (plain, found):
+        each.states = {name: states for name, states in each.states.items() if "master" in states}
+    assert differences(found, plain) == []
+    offline = cast(PeftModel.from_pretrained(base(), tmp_path)).eval()
+    assert torch.equal(offline.generate(input_ids=tokens, max_new_tokens=8, do_sample=False), generated)
+    offline.merge_and_unload()
+
+
 def test_adapters_resume_generate_save_and_merge(saved: dict[bool, Path], tmp_path: Path) -> None:
-    import deepspeed
     from peft import PeftModel
 
     model, tokens = adapted("lora", saved), torch.arange(1, 9)[None]

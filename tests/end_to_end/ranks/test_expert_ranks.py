@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import two_ranks
-from expert_ranks_worker import STEPS
+from expert_ranks_worker import SHAPES, STEPS
 from harness import Result, differences
 
 
@@ -18,7 +18,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return two_ranks.seen_by(folder)
 
 
-@pytest.mark.parametrize("shape", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_parts_change_no_bit(shape: str, seen: list[dict[str, Any]]) -> None:
     """Rank 0 writes to experts of both ranks' parts half-way."""
     for rank in seen:
