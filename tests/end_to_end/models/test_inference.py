@@ -447,7 +447,7 @@ NO_LOGS = {"window": 2, "speculate": False}
 
 def test_memory_that_an_engine_has_not_touched_yet_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments are written by the first update; until then the operating system counts them as free."""
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**9))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**9, total=10**9))
     monkeypatch.setenv("LOCAL_SIZE", "1")
     config, device = SlideConfig(), Device(torch.device("cpu"))
 
