@@ -120,6 +120,11 @@ def promoted_buffer_of(unit: str, state_buffer: str) -> str:
     return f"{state_buffer} of {unit} on the GPU"
 
 
+def gpu_sum_of(unit: str) -> str:
+    """The name of the GPU buffer that adds up a unit's gradients."""
+    return f"sum of gradients of {unit}"
+
+
 def undo_log_of(unit: str) -> str:
     """The name of a unit's undo log."""
     return f"undo log of {unit}"
@@ -221,7 +226,14 @@ def whole_pieces(nbytes: int) -> int:
 def of_unit(unit: UnitSize, index: int, needs: Needs, placement: Placement) -> list[Allocation]:
     """What unit number `index` takes for itself."""
     made = [*_states(unit, index, needs, placement), *_read_by_modules(unit, index, needs, placement)]
+    if index in placement.summed:
+        made.append(of_gpu_sum(unit, needs))
     return made + of_promoted(unit, needs) if index in placement.promoted else made
+
+
+def of_gpu_sum(unit: UnitSize, needs: Needs) -> Allocation:
+    """The GPU buffer that adds up a unit's gradients."""
+    return Allocation(gpu_sum_of(unit.name), "gpu", held_bytes(unit, needs), "held gradients")
 
 
 def of_promoted(unit: UnitSize, needs: Needs) -> list[Allocation]:

@@ -128,9 +128,10 @@ class Plan:
         used = sum(gpu_cost(units[index], needs) for index in placement.on_gpu)
         return cls(tuple(units), needs, placement, make_allocations(units, needs, placement), used)
 
-    def with_promoted(self, promoted: frozenset[int], window: int) -> Plan:
-        """Return a copy with the units `promoted` to the GPU and at most `window` slots."""
-        return Plan.of(self.units, self.needs, replace(self.placement, promoted=promoted, window=window))
+    def with_promoted(self, promoted: frozenset[int], window: int, summed: frozenset[int] = frozenset()) -> Plan:
+        """Return a copy with the units `promoted` to the GPU, at most `window` slots, and GPU sums for `summed`."""
+        moved = replace(self.placement, promoted=promoted, window=window, summed=summed - promoted)
+        return Plan.of(self.units, self.needs, moved)
 
     def with_held_gradients(self) -> Plan:
         """Return a copy that holds gradients in host memory until the step, where they went straight to their update.
@@ -210,6 +211,7 @@ class Plan:
             "rounded_masters": self.rounded_masters,
             "gpu_units": len(placement.on_gpu | placement.promoted),
             "promoted_units": len(placement.promoted),
+            "summed_units": len(placement.summed),
             "units": len(self.units),
             "blocks": sum(unit.kind == "block" for unit in self.units),
             "slots": min(placement.window, len(streamed(self.units, placement))),

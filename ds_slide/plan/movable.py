@@ -8,7 +8,7 @@ import torch
 
 from ds_slide.plan.allocations import of_promoted, of_unit, slot_bytes, streamed, total
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.needs import has_experts_in_parts, masters_of
+from ds_slide.plan.needs import has_experts_in_parts, held_bytes, masters_of
 from ds_slide.plan.spare import Movable, Slots, least_slots
 
 
@@ -31,6 +31,16 @@ def why_fixed(plan: Plan, index: int) -> str | None:
     if not unit.largest_matrix and any(spec.state is not None and spec.dtype != torch.float32 for spec in unit.specs):
         return "its states are in a short format, which is updated by the CPU"
     return None
+
+
+def may_sum(plan: Plan, index: int) -> bool:
+    """Whether the gradients of unit `index` may be added up on the GPU: those that the host would add up. Rows give
+    theirs in parts, and a gradient on SSD passes through a buffer for one in the data type that leaves the GPU."""
+    unit, placement = plan.units[index], plan.placement
+    held = held_bytes(unit, plan.needs)
+    fits = index not in placement.gradients_on_ssd or held <= unit.codec.nbytes
+    there = index in placement.on_gpu | placement.promoted
+    return bool(held) and fits and not there and not unit.passing_numel and not masters_of(unit, plan.needs)
 
 
 def movable_states(plan: Plan) -> list[Movable]:

@@ -139,6 +139,9 @@ class Placement:
     """Indices of the units with an undo log."""
     spare_states: frozenset[int] = frozenset()
     """Indices of the units with spare state buffers instead."""
+    summed: frozenset[int] = frozenset()
+    """Indices of the units whose gradients are added up on the GPU, in a buffer of their own. Their states are not
+    there."""
 
     @property
     def home(self) -> Placement:

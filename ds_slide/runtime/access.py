@@ -63,6 +63,7 @@ class StateAccess:
         speculative update is taken back."""
         self.take_back((unit,))
         self._runtime.parked.bring_back(unit)
+        self._parts.gradients.bring_down(unit)
         unit.gradient.arrived.synchronize()
         with unit.state.settling():
             unit.completed.synchronize()
@@ -147,7 +148,7 @@ class StateAccess:
                 )
             self.take_back((unit,))
             if to_none and len(entries) == len(unit.trainable):
-                unit.gradient.ready = False
+                unit.gradient.forget()
             else:
                 self._zero(unit, entries)
         if not any(unit.gradient.ready for unit in self._runtime.units):

@@ -101,7 +101,7 @@ def _free_memory(parts: Parts) -> None:
     """Free states, gradients and buffers. The parameters keep the memory of the weights, because they have views of
     it."""
     for unit in parts.units:
-        unit.way_back = unit.home = unit.resident = None
+        unit.way_back = unit.home = unit.resident = unit.gradient.gpu_sum = None
         for buffer in unit.state.buffers.values():
             if isinstance(buffer, InMemory):
                 buffer.tensor = buffer.tensor.new_empty(0)

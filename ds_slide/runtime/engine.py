@@ -286,6 +286,7 @@ class SlideRuntime:
         """Apply the update. With held gradients all units are queued by deadline. Otherwise the updates of host units
         are under way."""
         self.parked.bring_all_back(self.units)  # otherwise no unit is updated
+        self.taking.bring_sums_down()
         counts = self.parts.updating.speculating.begin_step(
             self.units, hypers, grad_scale, self.parts.gradients.grad_scale
         )
@@ -315,7 +316,7 @@ class SlideRuntime:
         for unit in self.units:
             if not unit.gradient.ready:
                 continue
-            unit.gradient.ready = False
+            unit.gradient.forget()
             match unit.state.gradient:
                 case KeptOnGpu(gradient=kept):
                     self._update_on_gpu(unit, hypers, grad_scale, kept.tensor)
@@ -338,7 +339,7 @@ class SlideRuntime:
         self.parts.learning.discard()
         self.taking.abandon()
         for unit in self.units:
-            unit.gradient.ready = False
+            unit.gradient.forget()
         self.accumulation.clear()
 
     def forget_gradients(self) -> None:

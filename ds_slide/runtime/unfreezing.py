@@ -164,7 +164,8 @@ def _planned(runtime: SlideRuntime, changes: Sequence[_Change]) -> Plan:
         units[change.unit.order] = replace(size, layout=change.layout, codec=change.codec)
     # A way back is as long as the unit's states. Without a way back its updates begin when the norm is known.
     logs, spares = plan.placement.undo_logs - changed, plan.placement.spare_states - changed
-    return Plan.of(units, plan.needs, replace(plan.placement, undo_logs=logs, spare_states=spares))
+    summed = plan.placement.summed - changed
+    return Plan.of(units, plan.needs, replace(plan.placement, undo_logs=logs, spare_states=spares, summed=summed))
 
 
 def _require_room(runtime: SlideRuntime, plan: Plan, name: str) -> None:
@@ -217,6 +218,7 @@ def _settle(runtime: SlideRuntime, changes: Sequence[_Change]) -> None:
 def _give(runtime: SlideRuntime, change: _Change, plan: Plan) -> None:
     unit, counts, before = change.unit, change.unit.trained.counts, change.unit.codec.numel
     _release_way_back(runtime, unit)
+    unit.gradient.gpu_sum = None  # too short; what was in it is in the held gradient
     state = _longer(runtime, change, plan)
     if change.moves_weights:
         _move_weights(change)

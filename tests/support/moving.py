@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from harness import Batch, causal_loss
 
-from ds_slide.plan.movable import why_fixed
+from ds_slide.plan.movable import may_sum, why_fixed
 from ds_slide.runtime.memory.tier_moves import Moved, move
 
 
@@ -20,6 +20,17 @@ def movable(runtime: Any) -> list[int]:
 def promote(runtime: Any, *orders: int) -> Moved | None:
     """Promote these units, and no others."""
     return move(runtime, frozenset(orders) | runtime.parts.plan.placement.on_gpu)
+
+
+def summable(runtime: Any) -> list[int]:
+    """The units that may have a sum on the GPU, by their order."""
+    return [unit.order for unit in runtime.units if may_sum(runtime.parts.plan, unit.order)]
+
+
+def sum_on_gpu(runtime: Any, *orders: int) -> Moved | None:
+    """Add up the gradients of these units on the GPU, and of no others."""
+    placement = runtime.parts.plan.placement
+    return move(runtime, placement.on_gpu | placement.promoted, summed=frozenset(orders))
 
 
 class RandomMoves:

@@ -120,6 +120,15 @@ class GradientStatus:
     """Whether the held gradient is the sum of the micro-batches so far."""
     square_sum: SquareSum = field(default_factory=SquareSum)
     """The square sum of the current gradient."""
+    gpu_sum: torch.Tensor | None = None
+    """The GPU buffer that adds up the gradients of a step, in the data type of the held gradient. None: the CPU adds
+    them up."""
+    is_in_gpu_sum: bool = False
+    """Whether the sum so far is in `gpu_sum` alone, and not in the held gradient (`Gradients.bring_down`)."""
+
+    def forget(self) -> None:
+        """Forget the sum so far: a step applies it, or it is dropped."""
+        self.ready = self.is_in_gpu_sum = False
 
 
 class Unit:

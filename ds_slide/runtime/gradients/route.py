@@ -9,6 +9,9 @@ update.
 GPU-tier units skip the way down: their gradient stays in a flat device state buffer until the step, which waits for
 `arrived`. The sink of a gradient decides its way (`ds_slide.store.tiers.GradientSink`). Held gradients that have no
 room in host memory go on to SSD.
+
+A unit with a GPU sum (`GradientStatus.gpu_sum`) adds up the micro-batches there, and sends the sum down once: in the
+last backward, or before anyone needs it (`bring_down`). Gradients of the same step that follow are added on the host.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 
 from ds_slide.compression.codec import square_sum
 from ds_slide.optim.rule import Hyper
-from ds_slide.runtime.core.context import Context
+from ds_slide.runtime.core.context import AS_THEY_ARE, Context
 from ds_slide.runtime.core.device import PASSED, Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
 from ds_slide.runtime.core.lanes import HOLDING
@@ -130,11 +133,15 @@ class Gradients:
 
         match unit.state.gradient:
             case KeptOnGpu(gradient=kept):
-                self._keep_on_gpu(unit, kept.tensor, final=final)
+                self._keep_on_gpu(unit, kept.tensor, accumulate=unit.gradient.ready, final=final)
             case Held() as held:
-                self._send_to_host(unit, final, source or self._prepare(unit), held)
+                if source is None and _goes_to_gpu_sum(unit, final=final):
+                    self._add_on_gpu(unit, final=final)
+                else:
+                    self.bring_down(unit)
+                    self._send_to_host(unit, final, source or self._prepare(unit), held, _adds(unit))
             case NotHeld():
-                self._send_to_host(unit, final, source or self._prepare(unit), None)
+                self._send_to_host(unit, final, source or self._prepare(unit), None, _adds(unit))
             case other:
                 raise AssertionError(other)
         unit.drop_gradients()
@@ -172,10 +179,43 @@ class Gradients:
         gradient = unit.state.read("gradient", slice(0, unit.codec.numel))
         return self._updater.sum_of_squares(gradient) if unit.is_uploaded else float(square_sum(gradient))
 
-    def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor, *, final: bool) -> None:
+    def _add_on_gpu(self, unit: Unit, *, final: bool) -> None:
+        """Add the gradient to the unit's GPU sum, with the bits of a sum on the host. `final`: send the sum down."""
+        total, first = unit.gradient.gpu_sum, not unit.gradient.ready
+        assert total is not None
+        if first:
+            # The last step's sum has been copied down. A gradient that was dropped on its way has arrived, too: it
+            # would be written over this step's.
+            wait_on_stream(unit.gradient.arrived, self._device, self._recorder)
+        if first and unit.converts_gradient:
+            total.zero_()  # the CPU adds to zeros, too: -0.0 becomes 0.0
+        elif not first and self._ranks.world_size == 1:
+            # The CPU adds zeros for a parameter without a gradient: -0.0 becomes 0.0.
+            given = zip(unit.codec.entries, unit.gradients(), strict=True)
+            if without := [total[entry.place] for entry, gradient in given if gradient is None]:
+                torch._foreach_add_(without, 0.0)
+        self._keep_on_gpu(unit, total, accumulate=not first or unit.converts_gradient, final=final)
+        unit.gradient.is_in_gpu_sum = True
+        if final:
+            self.bring_down(unit)
+
+    def bring_down(self, unit: Unit) -> None:
+        """Send the unit's GPU sum, if its gradient is there, to the held gradient. It has arrived with
+        `gradient.arrived`. Called by the compute thread, at any time."""
+        if not unit.gradient.is_in_gpu_sum:
+            return
+        held, total = unit.state.gradient, unit.gradient.gpu_sum
+        assert isinstance(held, Held) and total is not None
+        # No one waits for the buffer to be free: its next gradient waits for this one's arrival.
+        free = Future(self._failures, f"the sum of the gradients of {unit.name}")
+        summed = self.square_sums[unit.order] if unit.gradient.square_sum.place == "device" else None
+        unit.gradient.is_in_gpu_sum = False
+        with AS_THEY_ARE():
+            self._send_to_host(unit, True, Packed(free, total, summed), held, False)
+
+    def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor, *, accumulate: bool, final: bool) -> None:
         # From here on the gradient may be there in part if something fails.
         unit.gradient.arrived = Future.completed(self._failures)
-        accumulate = unit.gradient.ready
         if self._ranks.world_size == 1:
             # Only the norm of the step needs the sum. A backward that is the last one unknowingly leaves it to
             # `square_sums_of`.
@@ -199,9 +239,9 @@ class Gradients:
         if unit.gradient.square_sum.place == "device":
             self.square_sums[unit.order] += square_sum(part)
 
-    def _send_to_host(self, unit: Unit, final: bool, source: GradientSource, held: Held | None) -> None:
-        """`held`: where the gradient waits for the step, None where it goes straight to its update."""
-        adds = _adds(unit)
+    def _send_to_host(self, unit: Unit, final: bool, source: GradientSource, held: Held | None, adds: bool) -> None:
+        """`held`: where the gradient waits for the step, None where it goes straight to its update. `adds`: see
+        `_Arrival`."""
         unit.gradient.square_sum = SquareSum(None if adds else "device")
         try:
             with self._ranks.on_stream():
@@ -279,7 +319,9 @@ class Gradients:
         """Copy the gradient to a ring buffer, piece by piece where the buffer cannot take it as a whole. `use` runs for
         each piece on the update lane, in order; then the gradient has arrived."""
         unit, ring = arrival.unit, self._context.ring(arrival.unit)
-        numel, most = unit.codec.numel, ring.buffer_bytes // unit.codec.dtype.itemsize
+        # What the CPU neither adds nor converts has the data type of the held gradient: a GPU sum may have another.
+        dtype = unit.codec.dtype if arrival.adds else unit.state.dtype_of("gradient")
+        numel, most = unit.codec.numel, ring.buffer_bytes // dtype.itemsize
         marker = PASSED
 
         def run(lease: BufferLease, piece: slice, gradient: torch.Tensor) -> int:
@@ -292,7 +334,7 @@ class Gradients:
 
         for start in range(0, numel, most):
             lease, piece = ring.lease(), slice(start, min(start + most, numel))
-            gradient = _of_dtype(lease.buffer, unit.codec.dtype)
+            gradient = _of_dtype(lease.buffer, dtype)
             marker = self._copy(arrival, piece, gradient, start)
             self._updates.submit(unit.order, marker, functools.partial(run, lease, piece, gradient), HOLDING)
         arrival.source.release(marker)
@@ -421,6 +463,13 @@ class Gradients:
         summed = codec.encode_for_ranks(unit.gradients(), packed)
         if unit.state.writes_change:
             self._add_square_sums(unit, summed, packed)
+
+
+def _goes_to_gpu_sum(unit: Unit, *, final: bool) -> bool:
+    """Whether the coming gradient is added to the unit's GPU sum: the sum so far is there, or it is the first gradient
+    and others follow."""
+    status = unit.gradient
+    return status.gpu_sum is not None and (status.is_in_gpu_sum if status.ready else not final)
 
 
 def _adds(unit: Unit) -> bool:

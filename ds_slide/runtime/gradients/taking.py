@@ -172,6 +172,7 @@ class Taking:
         The sums are combined in the order of the units, so that the value does not depend on which lane finished first.
         """
         self.join()
+        self.bring_sums_down()
         context, gradients = self._parts.context, self._gradients
         with context.recorder.stalled("the gradients of the step"):
             context.lanes.d2h.drain()
@@ -181,9 +182,16 @@ class Taking:
         on_device = gradients.sums.cpu()
         return self._totals.now([gradients.square_sums_of(unit, on_device) for unit in self.units])
 
+    def bring_sums_down(self) -> None:
+        """Send the GPU sums of all units to their held gradients: of units without a gradient in the last backward, and
+        of all where no backward knew that it was the last one."""
+        for unit in self.units:
+            self._gradients.bring_down(unit)
+
     def norm_on_device(self) -> torch.Tensor:
         """Return the gradient norm of the last backward as a 0-d fp32 device tensor, without waiting for it."""
         self.join()
+        self.bring_sums_down()
         self._note_flags()
         sums = self._gradients.sums
         if not any(unit.gradient.ready for unit in self.units):  # otherwise the sums are from the last step
@@ -240,7 +248,7 @@ class Taking:
 
     def forget_agreed(self, unit: Unit) -> None:
         """Forget the gradient that was just averaged: this rank has dropped its own part."""
-        unit.gradient.ready = False
+        unit.gradient.forget()
         self._learning.discard()
 
     def counts_as_zero(self, unit: Unit) -> bool:

@@ -30,6 +30,7 @@ from ds_slide.plan.allocations import (
     OUTER_RING,
     PIECES_RING,
     SLOTS,
+    gpu_sum_of,
     of_promoted,
     promoted_buffer_of,
     whole_weights_of,
@@ -69,36 +70,43 @@ class _Room:
     resident: torch.Tensor
 
 
-def move(runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = None) -> Moved | None:
+def move(
+    runtime: SlideRuntime, on_gpu: frozenset[int], *, slots: int | None = None, summed: frozenset[int] | None = None
+) -> Moved | None:
     """Update the units `on_gpu`, by `Unit.order`, on the GPU from now on, and no others. `slots`: the most slots of the
-    window from now on; None: as before. Returns None, and does nothing, where units cannot move now: gradients are
+    window from now on; None: as before. `summed`: units outside the GPU whose gradients are added up there from now on,
+    and no others'; None: as before. Returns None, and does nothing, where units cannot move now: gradients are
     accumulated, a forward or backward is under way, or a script has gathered parameters of these units.
 
-    Units are promoted in their order as far as the GPU has memory. Collective: all ranks call it with the same values
-    at the same place of the program. SlideError for units that can never move (`why_fixed`).
+    Units are promoted, and get sums, in their order as far as the GPU has memory. Collective: all ranks call it with
+    the same values at the same place of the program. SlideError for units that can never move (`why_fixed`).
     """
-    units, ranks, present = runtime.units, runtime.parts.context.ranks, runtime.parts.plan.placement.window
+    units, ranks, plan = runtime.units, runtime.parts.context.ranks, runtime.parts.plan
+    present, sums = plan.placement.window, plan.placement.summed
     window = present if slots is None else slots
+    summed = (sums if summed is None else summed) - on_gpu
     moving = [units[order] for order in sorted(on_gpu ^ {unit.order for unit in units if not unit.is_uploaded})]
     is_moment = runtime.interruptions.is_between_steps() and not any(_is_gathered_by_script(unit) for unit in moving)
     if ranks.world_size > 1:
-        ranks.require_equal({"the units": sorted(on_gpu), "the number of slots": window}, "what is to move")
+        values = {"the units": sorted(on_gpu), "the number of slots": window, "the units with sums": sorted(summed)}
+        ranks.require_equal(values, "what is to move")
     if not ranks.least([is_moment])[0]:
         return None
-    if not moving and window == present:
+    if not moving and (window, summed) == (present, sums):
         return Moved()
     if window < 1:
         raise SlideError(f"the window cannot have {window} slots; give it one at least")
     for unit in moving:
-        if (reason := why_fixed(runtime.parts.plan, unit.order)) is not None:
+        if (reason := why_fixed(plan, unit.order)) is not None:
             raise SlideError(f"the states of {unit.name} cannot move to the GPU and back: {reason}")
     # Tensors made in inference mode, by an evaluation, could not be used in a forward with gradients.
     with deferred_interrupt(), torch.inference_mode(False):
-        return _move(runtime, moving, window)
+        return _move(runtime, moving, window, summed)
 
 
-def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
-    _settle(runtime, moving)
+def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int, summed: frozenset[int]) -> Moved:
+    present = runtime.parts.plan.placement
+    _settle(runtime, [*moving, *(runtime.units[order] for order in sorted(present.summed - summed))])
     runtime.parts.spare.activations.captures.leave_weights()  # recordings hold the weights where they are
     demoted = [unit for unit in moving if not unit.is_uploaded]
     wanted = [unit for unit in moving if unit.is_uploaded]
@@ -108,9 +116,11 @@ def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
             # Demotions first: their memory may be the room for promotions.
             for unit in demoted:
                 _demote(runtime, unit, copies)
-            if demoted or slots < runtime.parts.plan.placement.window:
+            for order in present.summed - summed:
+                runtime.units[order].gradient.gpu_sum = None
+            if demoted or slots < present.window:
                 _refit(runtime, slots)
-            if wanted or slots > runtime.parts.plan.placement.window:
+            if wanted or slots > present.window or summed - present.summed:
                 # Otherwise the states would lie in the middle of memory that batches use again: a state of 150 MB cut
                 # from the 1 GB of a batch's logits leaves the next batch no place for its logits.
                 runtime.device.release_cached()
@@ -119,6 +129,7 @@ def _move(runtime: SlideRuntime, moving: Sequence[Unit], slots: int) -> Moved:
                 promoted.append(unit)
     finally:
         _refit(runtime, slots)
+        _make_sums(runtime, [runtime.units[order] for order in sorted(summed)])
     if runtime.parts.window is not None:
         runtime.device.synchronize()  # new slots are zeroed on this thread's stream, and filled on the lane's
         runtime.parts.window.prefetch(None, "forward")
@@ -289,6 +300,22 @@ def _refit(runtime: SlideRuntime, slots: int) -> None:
     parts.plan = plan
 
 
+def _make_sums(runtime: SlideRuntime, wanted: Sequence[Unit]) -> None:
+    """Give the first of `wanted` that find GPU memory a buffer that adds up their gradients, if they have none."""
+    parts = runtime.parts
+    plan = _plan_with(runtime, parts.plan.placement.window, summed=wanted)
+    allocator = Allocator(
+        [entry for entry in plan.allocations if entry.why == "held gradients"], parts.context.memory, runtime.device
+    )
+    without = [unit for unit in wanted if unit.gradient.gpu_sum is None]
+    made = _as_many_as_fit(
+        runtime, (allocator.tensor(gpu_sum_of(unit.name), unit.state.dtype_of("gradient")) for unit in without)
+    )
+    for unit, buffer in zip(without, made, strict=False):
+        unit.gradient.gpu_sum = buffer
+    parts.plan = _plan_with(runtime, parts.plan.placement.window)
+
+
 def _shrink_scratch(runtime: SlideRuntime, nbytes: int) -> None:
     gathers = runtime.parts.gathers
     if gathers.scratch is not None and gathers.scratch.numel() > nbytes:
@@ -296,10 +323,12 @@ def _shrink_scratch(runtime: SlideRuntime, nbytes: int) -> None:
         gathers.scratch = _bytes_on_gpu(runtime, nbytes) if nbytes else None
 
 
-def _plan_with(runtime: SlideRuntime, slots: int, more: Iterable[Unit] = ()) -> Plan:
-    """Return the plan of the units as they are, with `more` promoted too."""
+def _plan_with(runtime: SlideRuntime, slots: int, more: Iterable[Unit] = (), summed: Iterable[Unit] = ()) -> Plan:
+    """Return the plan of the units as they are, with `more` promoted too, and sums for `summed` too."""
     promoted = [unit for unit in runtime.units if unit.home is not None]
-    return runtime.parts.plan.with_promoted(frozenset(unit.order for unit in (*promoted, *more)), slots)
+    summing = [unit for unit in runtime.units if unit.gradient.gpu_sum is not None]
+    orders = [frozenset(unit.order for unit in some) for some in ((*promoted, *more), (*summing, *summed))]
+    return runtime.parts.plan.with_promoted(orders[0], slots, orders[1])
 
 
 def _bytes_on_gpu(runtime: SlideRuntime, nbytes: int) -> torch.Tensor:

@@ -143,7 +143,7 @@ class Interruptions:
                     parameter.grad = None
         if not self._accumulation.interrupt(deferred=self._parts.deferred):
             for unit in self._units:
-                unit.gradient.ready = False
+                unit.gradient.forget()
 
     def _end_with_the_others(self) -> None:
         """End all ranks, because the others are in the middle of the work that has ended here. They would take the next
