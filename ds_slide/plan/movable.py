@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from ds_slide.plan.allocations import of_promoted, of_unit, slot_bytes, streamed, total
+from ds_slide.plan.allocations import of_gpu_sum, of_promoted, of_unit, slot_bytes, streamed, total
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import has_experts_in_parts, held_bytes, masters_of
-from ds_slide.plan.spare import Movable, Slots, least_slots
+from ds_slide.plan.spare import Movable, Slots, Summable, least_slots
 
 
 def why_fixed(plan: Plan, index: int) -> str | None:
@@ -41,6 +41,37 @@ def may_sum(plan: Plan, index: int) -> bool:
     fits = index not in placement.gradients_on_ssd or held <= unit.codec.nbytes
     there = index in placement.on_gpu | placement.promoted
     return bool(held) and fits and not there and not unit.passing_numel and not masters_of(unit, plan.needs)
+
+
+def summable_units(plan: Plan, forwards: int) -> list[Summable]:
+    """Return the units whose gradients may be added up on the GPU, in the order in which they get sums. A step has
+    `forwards` forwards.
+
+    The order is the opposite of that in which states move, so that a unit gets both only where there is much room.
+    Shares count what is not added up there yet."""
+    summed, more = plan.placement.summed, forwards - 1
+    there = plan.placement.on_gpu | plan.placement.promoted
+    numel = {index: unit.codec.numel for index, unit in enumerate(plan.units) if index not in there}
+    held = sum(numel[index] for index in numel if index not in summed)
+    down = sum(numel[index] * (1 if index in summed else forwards) for index in numel)
+    chosen = [index for index in numel if more > 0 and index not in summed and may_sum(plan, index)]
+    return [
+        Summable(
+            index,
+            of_gpu_sum(plan.units[index], plan.needs).nbytes,
+            numel[index] / held,
+            more * numel[index] / down,
+            more,
+        )
+        for index in sorted(chosen, key=lambda index: (plan.units[index].is_outer, -index))
+    ]
+
+
+def summed_units(plan: Plan) -> list[Movable]:
+    """Return the units whose gradients are added up on the GPU, in the order in which they have got sums."""
+    sums = [(index, of_gpu_sum(plan.units[index], plan.needs).nbytes) for index in plan.placement.summed]
+    sums.sort(key=lambda each: (plan.units[each[0]].is_outer, -each[0]))
+    return [Movable(index, nbytes, 0.0, streamed=False) for index, nbytes in sums]
 
 
 def movable_states(plan: Plan) -> list[Movable]:

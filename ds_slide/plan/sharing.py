@@ -5,12 +5,12 @@ Pure functions over what the first steps have shown. Seconds are per step; bytes
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ds_slide.plan.keeping import Filling, Keepable, fillings
-from ds_slide.plan.spare import NO_SLOTS, Movable, Slots
+from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, Summable
 from ds_slide.plan.step_model import Change, Step
 
 MEMORY_RATE = 1e12
@@ -53,16 +53,17 @@ def for_states(room: float, needed: float, *, tied: bool, varying: bool = False)
 @dataclass(frozen=True)
 class Choice:
     """`states`: units whose states go to the GPU. `seconds`: predicted length of the step. `slots`: slots of the window
-    then. `filling`: the activations that then fit."""
+    then. `filling`: the activations that then fit. `sums`: other units whose gradients are then added up on the GPU."""
 
     states: frozenset[int]
     seconds: float
     slots: int
     filling: Filling
+    sums: frozenset[int] = frozenset()
 
     def moves(self, offer: Offer) -> bool:
-        """Whether states move, or the window gets more slots."""
-        return bool(self.states) or self.slots > offer.slots.count
+        """Whether states move, the window gets more slots, or gradients are added up on the GPU."""
+        return bool(self.states or self.sums) or self.slots > offer.slots.count
 
     @property
     def kept(self) -> int:
@@ -81,7 +82,7 @@ class Offer:
 
     `room`: bytes. `states`: in the order of their moves. `step`: the step with nothing kept. `slots`: the window.
     Slots beyond the least give way to states, and go anyway where there are more slots than blocks that pass. More
-    slots come where they save fetches that the GPU waits for.
+    slots come where they save fetches that the GPU waits for. `sums`: in the order in which units get sums.
     `memory_rate`: bytes a second of the GPU's memory. `reserve`: bytes of the room that stay free of states that make
     the step no shorter.
     """
@@ -93,10 +94,11 @@ class Offer:
     slots: Slots = NO_SLOTS
     memory_rate: float = MEMORY_RATE
     reserve: float = 0.0
+    sums: Sequence[Summable] = ()
 
     def without_moves(self) -> Offer:
-        """Return the offer where no state can move, and the window stays."""
-        return replace(self, states=(), slots=replace(self.slots, grows=False))
+        """Return the offer where no state can move, the window stays, and no gradient is added up on the GPU."""
+        return replace(self, states=(), sums=(), slots=replace(self.slots, grows=False))
 
 
 def share_out(offer: Offer) -> Choice:
@@ -108,10 +110,15 @@ def share_out(offer: Offer) -> Choice:
         best = without
     slots = replace(offer.slots, count=max(best.slots, offer.slots.count))
     taken = best.filling.nbytes + (slots.count - offer.slots.count) * slots.nbytes
+    sums = [each for each in offer.sums if each.order in best.sums]
     filled = [
         found
         for moved in _moves(offer)[len(best.states) + 1 :]
-        if (found := _expected(offer, moved, best.filling, slots, offer.room - offer.reserve - taken))
+        if (
+            found := _expected(
+                offer, moved, best.filling, slots, offer.room - offer.reserve - taken, _sums(sums, moved)[-1]
+            )
+        )
         and found.seconds <= (1 + TOLERANCES.slowdown) * best.seconds
     ]
     return filled[-1] if filled else best
@@ -121,20 +128,22 @@ def choose(offer: Offer) -> Choice:
     """Return the shortest step that the room allows; among equal steps, the one with the fewest bytes.
 
     `states` go in the given order, and activations by their value. So a choice is two numbers, and all pairs of them
-    are tried. What they leave becomes slots, as far as these make the step shorter."""
+    are tried. What they leave becomes slots and sums, as far as these make the step shorter."""
     nothing = Filling(0, 0.0, 0, 0)
     best = Choice(frozenset(), offer.step.after(Change()), offer.slots.count, nothing)
     least = best.seconds, 0
     filled = fillings(offer.activations)
     for moved in _moves(offer):
+        sums = _sums(offer.sums, moved)
         for filling in filled:
             found = _expected(offer, moved, filling, offer.slots, offer.room - filling.nbytes)
             if found is None:
                 break
-            found, nbytes = _grown(offer, moved, found), moved.nbytes + filling.nbytes
-            nbytes += max(0, found.slots - offer.slots.count) * offer.slots.nbytes
-            if (found.seconds, nbytes) < least:
-                best, least = found, (found.seconds, nbytes)
+            for choice, summed in _completed(offer, moved, sums, found, least[0]):
+                nbytes = moved.nbytes + filling.nbytes + summed.nbytes
+                nbytes += max(0, choice.slots - offer.slots.count) * offer.slots.nbytes
+                if (choice.seconds, nbytes) < least:
+                    best, least = choice, (choice.seconds, nbytes)
     return best
 
 
@@ -166,32 +175,88 @@ def _moves(offer: Offer) -> list[_Moved]:
     return found
 
 
-def _expected(offer: Offer, moved: _Moved, filling: Filling, slots: Slots, room: float) -> Choice | None:
-    """Return the choice with the states `moved` to the GPU; None where they do not fit. `room`: bytes beside `slots`
-    and the activations."""
-    left = room - moved.nbytes
+@dataclass(frozen=True)
+class _Sums:
+    """The first units that get sums, and sums over them."""
+
+    orders: frozenset[int] = frozenset()
+    nbytes: int = 0
+    share: float = 0.0
+    down_share: float = 0.0
+    added: float = 0.0
+
+
+_NO_SUMS = _Sums()
+
+
+def _sums(units: Sequence[Summable], moved: _Moved) -> list[_Sums]:
+    """Return the prefixes of the units that have not `moved`, from none to all."""
+    found = [_NO_SUMS]
+    for each in units:
+        if each.order not in moved.orders:
+            last = found[-1]
+            found.append(
+                _Sums(
+                    last.orders | {each.order},
+                    last.nbytes + each.nbytes,
+                    last.share + each.share,
+                    last.down_share + each.down_share,
+                    last.added + each.nbytes * each.additions,
+                )
+            )
+    return found
+
+
+def _expected(
+    offer: Offer, moved: _Moved, filling: Filling, slots: Slots, room: float, sums: _Sums = _NO_SUMS
+) -> Choice | None:
+    """Return the choice with the states `moved` to the GPU; None where they and the sums do not fit. `room`: bytes
+    beside `slots` and the activations."""
+    left = room - moved.nbytes - sums.nbytes
     count = slots.fitting(left, moved.streamed) if moved.orders else slots.count if left >= 0 else None
-    return None if count is None else _choice(offer, moved, filling, count)
+    return None if count is None else _choice(offer, moved, filling, count, sums)
 
 
-def _grown(offer: Offer, moved: _Moved, choice: Choice) -> Choice:
-    """Return the choice with more slots, as many as fit and make the step shorter."""
-    slots, count = offer.slots, choice.slots
-    left = offer.room - choice.filling.nbytes - moved.nbytes + (slots.count - count) * slots.nbytes
-    most = slots.most(left, moved.streamed, count)
-    least = _choice(offer, moved, choice.filling, most).seconds
-    if least >= choice.seconds:
-        return choice
-    counts = range(count, most + 1)
-    enough = bisect_left(counts, -least, key=lambda each: -_choice(offer, moved, choice.filling, each).seconds)
-    return _choice(offer, moved, choice.filling, counts[enough])
+def _completed(
+    offer: Offer, moved: _Moved, sums: Sequence[_Sums], choice: Choice, least: float
+) -> list[tuple[Choice, _Sums]]:
+    """Return the choice with more slots and sums, as far as they fit and make the step shorter: one or two ways to
+    divide what is left, and none that takes longer than `least` seconds."""
+    slots = offer.slots
+    left = offer.room - choice.filling.nbytes - moved.nbytes + (slots.count - choice.slots) * slots.nbytes
+    fitting = sums[: bisect_right(sums, max(left, 0.0), key=lambda each: each.nbytes)]
+    every = fitting[-1]
+
+    def most(each: _Sums) -> int:
+        return slots.most(left - each.nbytes, moved.streamed, choice.slots)
+
+    def seconds(each: _Sums, count: int) -> float:
+        return _choice(offer, moved, choice.filling, count, each).seconds
+
+    if seconds(every, most(_NO_SUMS)) > least:  # with all slots and all sums that would fit alone
+        return []
+    # The more sums, the fewer slots. With too few sums the host's additions and copies take longest; from `enough` on
+    # something else does, and more sums would only take the place of slots.
+    enough = bisect_left(fitting, True, key=lambda each: seconds(each, most(each)) <= seconds(every, most(each)))
+    divided = fitting[max(0, enough - 1) : enough + 1]
+    return [(_grown(offer, moved, choice, most(each), each), each) for each in divided]
 
 
-def _choice(offer: Offer, moved: _Moved, filling: Filling, count: int) -> Choice:
+def _grown(offer: Offer, moved: _Moved, choice: Choice, most: int, sums: _Sums) -> Choice:
+    """Return the choice with `sums`, and with the fewest slots that make the step as short as `most` slots do."""
+
+    def with_slots(count: int) -> Choice:
+        return _choice(offer, moved, choice.filling, count, sums)
+
+    counts, least = range(choice.slots, most + 1), with_slots(most).seconds
+    return with_slots(counts[bisect_left(counts, -least, key=lambda count: -with_slots(count).seconds)])
+
+
+def _choice(offer: Offer, moved: _Moved, filling: Filling, count: int, sums: _Sums = _NO_SUMS) -> Choice:
     """Return the choice with `count` slots."""
     slots = offer.slots
     fetches = slots.fetches(0, slots.count)
     fetched = slots.fetches(moved.streamed, count) / fetches if fetches else 1.0
-    updates = 2 * moved.nbytes / offer.memory_rate
-    change = Change(filling.seconds, moved.share, updates, fetched, moved.disk_share)
-    return Choice(moved.orders, offer.step.after(change), count, filling)
+    on_gpu = (2 * moved.nbytes + sums.added) / offer.memory_rate
+    change = Change(filling.seconds, moved.share, on_gpu, fetched, moved.disk_share, sums.share, sums.down_share)
+    return Choice(moved.orders, offer.step.after(change), count, filling, sums.orders)

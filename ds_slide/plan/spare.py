@@ -139,6 +139,19 @@ class Movable:
 
 
 @dataclass(frozen=True)
+class Summable:
+    """A unit whose gradients may be added up on the GPU, in a buffer of `nbytes`. `share`: part of the additions on the
+    host. `down_share`: part of the copies of gradients to the host that are made no more. `additions`: number of a
+    step."""
+
+    order: int
+    nbytes: int
+    share: float
+    down_share: float
+    additions: int
+
+
+@dataclass(frozen=True)
 class Slots:
     """The window: `count` slots of `nbytes` each. Slots beyond `least` hide no fetch, and only save some. `blocks`:
     number of blocks that pass through it, `passes` times a step (forward and backward of each micro-batch). `grows`:

@@ -33,8 +33,9 @@ class Change:
     """What moves to the GPU, or stays there.
 
     `kept_s`: seconds of recomputation saved. `moved_share`: part of the CPU's updates that moves. `gpu_update_s`:
-    seconds that the GPU takes for these updates. `fetches`: fetches of blocks, as a multiple of the present number.
-    `disk_share`: part of the states on SSD that moves.
+    seconds that the GPU takes for these updates, and to add up gradients. `fetches`: fetches of blocks, as a multiple
+    of the present number. `disk_share`: part of the states on SSD that moves. `summed_share`: part of the CPU's
+    additions of gradients that moves. `down_share`: part of the copies of gradients to the host that this saves.
     """
 
     kept_s: float = 0.0
@@ -42,6 +43,8 @@ class Change:
     gpu_update_s: float = 0.0
     fetches: float = 1.0
     disk_share: float = 0.0
+    summed_share: float = 0.0
+    down_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Step:
     """Seconds that the update lane adds gradients of later micro-batches to the earlier sums."""
     inputs_share: float = 0.0
     """Part of the disk's bytes that are inputs of blocks. They stay on the disk when states leave it."""
+    down_s: float = 0.0
+    """Seconds of the copies of gradients to the host."""
     why: str = ""
     """Why the schedule is this one, as a clause."""
     forward_s: float = 0.0
@@ -111,10 +116,10 @@ class Step:
         and each second that leaves the queue shortens the wait by a second until the wait is over: 7.6 B waited 0.32 s
         of 1.50, and 0.05 s of 1.24 when 12 of its 28 blocks had moved. Where the disk is busy for longer than the
         queue, the updates themselves wait for the disk. Where the copies to the GPU take longest, the GPU waits for
-        them. Products of updates stay with the GPU.
+        them; and for the copies and additions of gradients, where these do. Products of updates stay with the GPU.
         """
         fetching = self.lanes.get("h2d", 0.0)
-        others = max((s for lane, s in self.lanes.items() if lane not in ("compute", "ssd", "h2d")), default=0.0)
+        others, left = self._of_others(Change()), self._of_others(change)
         computes = self.lanes["compute"] - change.kept_s + change.gpu_update_s
         disk, off_disk = self.lanes.get("ssd", 0.0), change.disk_share * (1.0 - self.inputs_share)
         if disk > self.queue_s:
@@ -123,12 +128,21 @@ class Step:
             gone = max(self.stall_s, self.queue_s) * change.moved_share
         if fetching > disk and fetching == self.busiest_s:
             gone = max(gone, fetching * (1.0 - change.fetches))
+        if others > disk and others == self.busiest_s:
+            gone += others * (1.0 - change.moved_share) - left  # what sums on the GPU save
         return max(
             computes + max(self.products_s, self.stall_s - gone),
-            others * (1.0 - change.moved_share),
+            left,
             fetching * change.fetches,
             disk * (1.0 - off_disk),
         )
+
+    def _of_others(self, change: Change) -> float:
+        """Return the busy seconds, after `change`, of the busiest lane beside the GPU, the disk and the copies to the
+        GPU."""
+        saved = {"update": self.holding_s * change.summed_share, "d2h": self.down_s * change.down_share}
+        lanes = ((s, saved.get(lane, 0.0)) for lane, s in self.lanes.items() if lane not in ("compute", "ssd", "h2d"))
+        return max((seconds * (1.0 - change.moved_share) - less for seconds, less in lanes), default=0.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,8 +213,8 @@ def mean_backward_s(seconds: float, backwards: int) -> float:
 class Work:
     """Seconds that a step asks of each lane.
 
-    `forward`, `backward`, `launched`, `again`, `down`, `holding` and `inputs_*` count for one micro-batch. All others
-    count once a step.
+    `forward`, `backward`, `launched`, `again`, `down`, `summed`, `holding` and `inputs_*` count for one micro-batch.
+    All others count once a step.
     """
 
     forward: float
@@ -220,6 +234,8 @@ class Work:
     """Copies of gradients to the host."""
     update: float = 0.0
     """Updates by the CPU, whole."""
+    summed: float = 0.0
+    """The part of `down` that is copied in the last micro-batch alone: sums that the GPU has made."""
     holding: float = 0.0
     """The CPU adds gradients to the sums of earlier micro-batches."""
     ahead: float = 0.0
@@ -331,18 +347,20 @@ def step_of(work: Work, schedule: Schedule, why: str = "") -> Step:
     lanes = {
         "compute": work.micro_batches * (work.forward + work.backward) + work.gpu_update,
         "h2d": work.up + work.again * (2 * more + 1) + work.inputs_up * work.micro_batches,
-        "d2h": (work.down + work.inputs_down) * work.micro_batches,
+        "d2h": (work.down + work.inputs_down) * work.micro_batches - more * work.summed,
         "update": one * work.update + second + undo + more * work.holding,
         "ssd": work.ssd + 2 * work.inputs_ssd * work.micro_batches,
     }
     forward += more * max(work.forward, work.again, work.inputs_down, work.inputs_ssd)
-    backward += more * max(work.backward, work.again + work.inputs_up, work.down, work.holding, work.inputs_ssd)
+    down = work.down - work.summed
+    backward += more * max(work.backward, work.again + work.inputs_up, down, work.holding, work.inputs_ssd)
     return Step(
         schedule,
         max(forward + backward, *lanes.values()),
         lanes,
         holding_s=more * work.holding,
         inputs_share=work.inputs_share,
+        down_s=work.down + more * down,
         why=why,
         forward_s=forward,
         backward_s=backward,

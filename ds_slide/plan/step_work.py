@@ -32,13 +32,14 @@ chunks 117 of 120 and all of 197 were read (2026-11-21_nvidia-h200_ssd-1.5b_huge
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Bytes of one unit that a step moves. `again`: bytes that each further forward and backward fetches. `update`: by
-    the CPU. `matrices`: up for an update on the GPU, with the new weights; fewer bytes come down. `encoded`,
-    `applied`: bytes that its codec moves on the GPU."""
+    """Bytes of one unit that a step moves. `again`: bytes that each further forward and backward fetches. `summed`: the
+    part of `down` that passes once a step. `update`: by the CPU. `matrices`: up for an update on the GPU, with the new
+    weights; fewer bytes come down. `encoded`, `applied`: bytes that its codec, or its sum, moves on the GPU."""
 
     up: int = 0
     again: int = 0
     down: int = 0
+    summed: int = 0
     update: int = 0
     matrices: int = 0
     held: int = 0
@@ -86,6 +87,7 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
         up=bytes_of("up") / rates.h2d,
         again=bytes_of("again") / rates.h2d,
         down=bytes_of("down") / link,
+        summed=bytes_of("summed") / link,
         update=sum(update_s),
         begun=max((update_s[index] for index in updated if index not in outer), default=0.0),
         holding=sum(2 * unit.held + unit.down for unit in units if unit.held) / update,
@@ -131,9 +133,10 @@ def _bytes_of(plan: Plan, index: int, on_ssd: StatesOnSsd, again: Collection[int
     if index in placement.weights_on_ssd:
         read += unit.share * (2 * micro_batches if index in again else 1)
         written += unit.share
-    held = held_bytes(unit, needs)
+    held, is_summed = held_bytes(unit, needs), index in placement.summed
     if index in placement.gradients_on_ssd:
-        read, written = read + held * micro_batches, written + held * micro_batches
+        passes = 1 if is_summed else micro_batches
+        read, written = read + held * passes, written + held * passes
     # A rank reads the parts of all ranks, or only its own part, which a collective joins with the others on the GPU.
     parts = 1 if is_gathered(index, needs, placement) else needs.world_size
     up = parts * unit.written_bytes if unit.codec.numel or unit.kind == "block" else 0
@@ -141,14 +144,15 @@ def _bytes_of(plan: Plan, index: int, on_ssd: StatesOnSsd, again: Collection[int
     return _Bytes(
         up=up,
         again=up if index in again else in_parts * unit.weight_bytes,
-        down=unit.codec.nbytes,
+        down=held if is_summed else unit.codec.nbytes,
+        summed=held if is_summed else 0,
         update=0 if unit.product_flop else update_bytes(unit),
         matrices=unit.codec.nbytes + unit.share + unit.state_bytes + up if unit.product_flop else 0,
-        held=held,
+        held=0 if is_summed else held,
         undo=undo_bytes(unit, needs) if index in placement.undo_logs else 0,
         read=read,
         written=written,
-        encoded=unit.codec.encode_traffic,
+        encoded=unit.codec.encode_traffic + (held if is_summed else 0),
         applied=unit.codec.apply_traffic(unit.weight_bytes if needs.rounds_masters else 4),
     )
 

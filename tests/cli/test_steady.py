@@ -19,9 +19,9 @@ from ds_slide.plan.forecast import CONTEXT_BYTES, WORKSPACE_BYTES, Room
 from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import Mixture
-from ds_slide.plan.movable import movable_states, window_slots
+from ds_slide.plan.movable import movable_states, summable_units, summed_units, window_slots
 from ds_slide.plan.needs import Needs, Placement, UnitSize
-from ds_slide.plan.spare import Movable, Slots
+from ds_slide.plan.spare import Movable, Slots, Summable
 from ds_slide.plan.step_model import Schedules, Step
 from ds_slide.report.statistics import StepStatistics
 from ds_slide.runtime.activations.activations import Activations
@@ -95,6 +95,12 @@ class Engine:
         there = self.plan.placement.promoted
         return [Movable(index, 1, 0.1) for index in sorted(there)]
 
+    def summable(self, forwards: int) -> Sequence[Summable]:
+        return summable_units(self.plan, forwards)
+
+    def summed(self) -> Sequence[Movable]:
+        return summed_units(self.plan)
+
     def slots(self, forwards: int) -> Slots:
         return window_slots(self.plan, forwards)
 
@@ -107,9 +113,11 @@ class Engine:
     def may_move(self) -> bool:
         return not self.accumulates
 
-    def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
-        wanted = self.plan.placement.window if slots is None else slots
-        self.plan = self.plan.with_promoted(orders, max(wanted, self.slots(1).least))
+    def move(self, orders: frozenset[int], slots: int | None = None, summed: frozenset[int] | None = None) -> bool:
+        placement = self.plan.placement
+        wanted = placement.window if slots is None else slots
+        sums = placement.summed if summed is None else summed
+        self.plan = self.plan.with_promoted(orders, max(wanted, self.slots(1).least), sums)
         return True
 
 

@@ -69,6 +69,7 @@ def _decided(forecast: Forecast) -> dict[str, int]:
         "blocks": len(blocks),
         "blocks_with_states_on_gpu": len(blocks & (placement.on_gpu | placement.promoted)),
         "promoted_units": len(placement.promoted),
+        "summed_units": len(placement.summed),
         "checkpointed": checkpointed,
         "kept": kept,
         "mixed": mixed,
@@ -141,6 +142,8 @@ def _decisions(answer: Mapping[str, Any]) -> Iterator[str]:
     there, moved = decided["blocks_with_states_on_gpu"], decided["promoted_units"]
     units = f" ({moved} units move there after the first steps)" if moved else ""
     yield f"states    of {there} of {decided['blocks']} blocks on the GPU{units}"
+    if summed := decided["summed_units"]:
+        yield f"sums      of the gradients of {summed} units are made on the GPU, after the first steps"
     if rounded := answer["memory"]["rounded_masters"]:
         yield f"masters   of {rounded:,} parameters in bf16, rounded stochastically"
     if decided["checkpointed"]:
@@ -157,7 +160,7 @@ def _decisions(answer: Mapping[str, Any]) -> Iterator[str]:
     yield f"updates   {answer['schedule']}: {answer['schedule_why']}"
     if calm["schedule"] != answer["schedule"]:
         yield f"calm      {_seconds(calm['step_s'])} while norms stay below the limit; updates: {calm['schedule']}"
-    if moved or decided["kept"] or decided["mixed"]:
+    if moved or summed or decided["kept"] or decided["mixed"]:
         yield f"first     {_seconds(first['step_s'])} a step, until that is decided; updates: {first['schedule']}"
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from ds_slide.plan.forecast import WORKSPACE_BYTES, Room
 from ds_slide.plan.keeping import Keepable, Kept, kept_within
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.movable import movable_states, window_slots
+from ds_slide.plan.movable import movable_states, summable_units, window_slots
 from ds_slide.plan.sharing import MEMORY_RATE, Offer, for_states, share_out
 from ds_slide.plan.spare import GPU_SHARES, inputs_missing, spare_bytes
 from ds_slide.plan.step_model import Step
@@ -95,11 +95,12 @@ def decide(question: Question) -> Decision:
         slots = window_slots(plan, question.forwards)
         movable = movable_states(plan) if question.moves_states else ()
         whole = step.recomputing(kept.seconds(question.keepable))
-        offer = Offer(room, movable, question.keepable, whole, slots, spare.memory_rate, reserve)
+        sums = summable_units(plan, question.forwards) if question.moves_states else ()
+        offer = Offer(room, movable, question.keepable, whole, slots, spare.memory_rate, reserve, sums)
         choice = share_out(offer if question.moves_states else offer.without_moves())
         if choice.moves(offer):
-            promoted = plan.placement.promoted | choice.states
-            plan = plan.with_promoted(promoted, max(choice.slots, slots.least))
+            promoted, summed = plan.placement.promoted | choice.states, plan.placement.summed | choice.sums
+            plan = plan.with_promoted(promoted, max(choice.slots, slots.least), summed)
         kept = kept_within(spare.bytes_beside(plan), question.keepable, first=coming.schedule == "two passes")
         decided.append((plan, kept))
     return Decision(plan, kept, decided[:-1])

@@ -11,6 +11,7 @@ from ds_slide.plan.spare import (
     Movable,
     Shape,
     Slots,
+    Summable,
     inputs_missing,
     spare_bytes,
 )
@@ -28,6 +29,13 @@ class States(Protocol):
     def promoted(self) -> Sequence[Movable]:
         """Return the units that have gone to the GPU, in the same order."""
 
+    def summable(self, forwards: int) -> Sequence[Summable]:
+        """Return the units whose gradients may be added up on the GPU, the first ones first, with `forwards` forwards
+        a step."""
+
+    def summed(self) -> Sequence[Movable]:
+        """Return the units whose gradients are added up on the GPU, in the same order."""
+
     def slots(self, forwards: int) -> Slots:
         """Return the slots of the window, which serves `forwards` forwards a step."""
 
@@ -44,9 +52,10 @@ class States(Protocol):
     def may_move(self) -> bool:
         """Whether states may move now: nothing is accumulated, and no graph waits for its backward."""
 
-    def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
-        """Make `orders` the promoted units, and give the window at most `slots` slots; None: its present number; never
-        fewer than the least. -> whether they could move now. Collective."""
+    def move(self, orders: frozenset[int], slots: int | None = None, summed: frozenset[int] | None = None) -> bool:
+        """Make `orders` the promoted units, give the window at most `slots` slots, but never fewer than the least, and
+        add up the gradients of the units `summed` on the GPU. None: as before. -> whether they could move now.
+        Collective."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ds_slide.report.statistics import UPDATE, StepStatistics
 from ds_slide.runtime.activations.activations import Activations, shape_of
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.memory.batch_need import BatchNeed
-from ds_slide.runtime.memory.gpu_room import Budget, GpuRoom
+from ds_slide.runtime.memory.gpu_room import Budget, GpuRoom, States
 from ds_slide.runtime.memory.shortage import Shortage
 from ds_slide.runtime.updates.updating import Updating
 
@@ -170,23 +170,22 @@ class SpareMemory:
         self.need.end_forward(completed=completed)
 
     def _give_back(self, missing: float) -> bool:
-        """Take states from the GPU for a batch that needs their place, and slots of the window where that does not
-        suffice. -> whether that was possible."""
+        """Take states from the GPU for a batch that needs their place, then sums of gradients, and slots of the window
+        where that does not suffice. -> whether that was possible."""
         states = self.room.states
         if states is None or self._context.ranks.world_size > 1:
             return False
-        promoted, slots = states.promoted(), states.slots(1)
-        gone = given_back(missing, promoted, slots)
-        short = missing - sum(each.nbytes for each in promoted if each.order in gone)
-        fewer = slots.fitting(-short, 0) or slots.least if short > 0 else slots.count
-        if not gone and fewer >= slots.count:
+        slots, stay = states.slots(1), _stay(missing, states)
+        fewer = slots.fitting(-stay.short, 0) or slots.least if stay.short > 0 else slots.count
+        if not (stay.gone or stay.sums_gone) and fewer >= slots.count:
             return False
-        moved = states.move(frozenset(each.order for each in promoted if each.order not in gone), fewer)
+        moved = states.move(stay.promoted, fewer, stay.summed)
         if moved:
             also = f", and {slots.count - fewer} slots of the window are given up" if fewer < slots.count else ""
+            sums = f", and {stay.sums_gone} units have no sum of gradients there any more" if stay.sums_gone else ""
             log.info(
-                f"a batch needs {size(missing)} of the GPU more than those before it, so the states of {len(gone)} "
-                f"units have gone back{also}"
+                f"a batch needs {size(missing)} of the GPU more than those before it, so the states of {stay.gone} "
+                f"units have gone back{sums}{also}"
             )
             self._looks.again_later()
         return moved
@@ -253,16 +252,19 @@ class SpareMemory:
         offer, states = record.offer, self.room.states
         room, choice = offer.room, share_out(offer.without_moves())
         if states is not None:
-            promoted = states.promoted()
-            orders = frozenset(each.order for each in promoted)
-            with_states = share_out(replace(offer, states=states.movable()))
-            if room < 0 and promoted:
-                states.move(orders - given_back(-room, promoted, offer.slots))
-            elif with_states.moves(offer) and states.move(orders | with_states.states, with_states.slots):
+            there, stay = _stay(0.0, states), _stay(-room, states)
+            sums = states.summable(offer.slots.passes // 2)
+            with_states = share_out(replace(offer, states=states.movable(), sums=sums))
+            if room < 0 and (there.promoted or there.summed):
+                states.move(stay.promoted, None, stay.summed)
+            elif with_states.moves(offer) and states.move(
+                there.promoted | with_states.states, with_states.slots, there.summed | with_states.sums
+            ):
                 choice = with_states
         grown = choice.slots - offer.slots.count
         beside = f", and {-grown} slots of the window" if grown < 0 else ""
         more = f" {grown} more slots of the window," if grown > 0 else ""
+        more += f" the sums of the gradients of {len(choice.sums)} units," if choice.sums else ""
         found, parts = self.activations.statistics, f", of {choice.mixed} more in part" if choice.mixed else ""
         changed = (choice.kept, choice.mixed) != (found[Handling.KEEP.value], found[Handling.MIX.value])
         news = choice.moves(offer) or changed
@@ -275,10 +277,33 @@ class SpareMemory:
             )
 
 
+@dataclass(frozen=True)
+class _Stay:
+    """What stays on the GPU: the states and the sums of these units. `short`: bytes that are missing all the same."""
+
+    promoted: frozenset[int]
+    summed: frozenset[int]
+    gone: int
+    sums_gone: int
+    short: float
+
+
+def _stay(missing: float, states: States) -> _Stay:
+    """Return what stays when `missing` bytes have to come free: states go first, then sums of gradients."""
+    promoted, sums = states.promoted(), states.summed()
+    gone = given_back(missing, promoted, states.slots(1))
+    short = missing - sum(each.nbytes for each in promoted if each.order in gone)
+    dropped = given_back(short, sums)
+    short -= sum(each.nbytes for each in sums if each.order in dropped)
+    left = [frozenset(each.order for each in some) for some in (promoted, sums)]
+    return _Stay(left[0] - gone, left[1] - dropped, len(gone), len(dropped), short)
+
+
 def _measured(step: StepStatistics, schedule: Schedule, inputs: int) -> Step:
     """Return a step that was measured. `inputs`: bytes of inputs of blocks that the disk has written and read."""
     busy = {lane: float(totals["busy_s"]) for lane, totals in step.lanes.items()}
     on_ssd = step.ssd.get("read_bytes", 0) + step.ssd.get("written_bytes", 0)
     holding = float(step.lanes.get(UPDATE, {}).get("holding_s", 0.0))
     share = min(1.0, inputs / on_ssd) if on_ssd else 0.0
-    return Step(schedule, step.step_s, busy, holding_s=holding, inputs_share=share)
+    down = busy.get("d2h", 0.0)
+    return Step(schedule, step.step_s, busy, holding_s=holding, inputs_share=share, down_s=down)

@@ -36,8 +36,15 @@ from ds_slide.plan.allocations import (
     whole_weights_of,
 )
 from ds_slide.plan.memory import Plan
-from ds_slide.plan.movable import movable_states, promoted_states, why_fixed, window_slots
-from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, least_slots
+from ds_slide.plan.movable import (
+    movable_states,
+    promoted_states,
+    summable_units,
+    summed_units,
+    why_fixed,
+    window_slots,
+)
+from ds_slide.plan.spare import NO_SLOTS, Movable, Slots, Summable, least_slots
 from ds_slide.report.log import size
 from ds_slide.runtime.build_units import state_on_gpu
 from ds_slide.runtime.core.allocator import Allocator
@@ -360,6 +367,14 @@ class RunningStates:
         """Return the states that were promoted to the GPU."""
         return promoted_states(self._runtime.parts.plan)
 
+    def summable(self, forwards: int) -> list[Summable]:
+        """Return the units whose gradients may be added up on the GPU, with `forwards` forwards a step."""
+        return summable_units(self._runtime.parts.plan, forwards)
+
+    def summed(self) -> list[Movable]:
+        """Return the units whose gradients are added up on the GPU."""
+        return summed_units(self._runtime.parts.plan)
+
     def slots(self, forwards: int) -> Slots:
         """Return the slots of the window, which serves `forwards` forwards a step."""
         parts = self._runtime.parts
@@ -390,11 +405,12 @@ class RunningStates:
         """Whether states may move now: nothing is accumulated, and no graph waits for its backward."""
         return self._runtime.interruptions.is_between_steps()
 
-    def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
-        """Make `orders` the promoted units, as far as there is memory, and give the window at most `slots` slots; None:
-        its present number; never fewer than the least. -> whether they could move now. Collective."""
+    def move(self, orders: frozenset[int], slots: int | None = None, summed: frozenset[int] | None = None) -> bool:
+        """Make `orders` the promoted units, as far as there is memory, give the window at most `slots` slots, but never
+        fewer than the least, and add up the gradients of the units `summed` on the GPU. None: as before. -> whether
+        they could move now. Collective."""
         window = self._runtime.parts.window
         if slots is None:
             slots = 0 if window is None else len(window.slots)
         on_gpu = orders | self._runtime.parts.plan.placement.on_gpu
-        return move(self._runtime, on_gpu, slots=max(slots, self._least)) is not None
+        return move(self._runtime, on_gpu, slots=max(slots, self._least), summed=summed) is not None

@@ -11,7 +11,7 @@ import torch
 from contexts import context_of
 
 from ds_slide.plan.sharing import TOLERANCES, Offer, share_out
-from ds_slide.plan.spare import FRAGMENTATION, GPU_SHARES, Movable, Shape, Slots
+from ds_slide.plan.spare import FRAGMENTATION, GPU_SHARES, Movable, Shape, Slots, Summable
 from ds_slide.plan.step_model import Schedules
 from ds_slide.report.statistics import StepRecorder, StepStatistics
 from ds_slide.report.waits import Waits
@@ -27,7 +27,7 @@ TOTAL, RESIDENT, UNIT = 16_000, 2_000, 1_000
 MARGIN = int(TOTAL * GPU_SHARES.margin)
 TOKENS, BYTES_PER_TOKEN = 16, 100
 UNITS = 12
-SLOT, LEAST = 250, 2
+SLOT, LEAST, SUM = 250, 2, 100
 
 
 class Gpu:
@@ -72,6 +72,7 @@ class Units:
 
     gpu: Gpu
     orders: list[int] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
     closed: bool = False
     window: int = 0
     parkable: bool = False
@@ -82,6 +83,14 @@ class Units:
 
     def promoted(self) -> list[Movable]:
         return [Movable(order, UNIT, 1 / UNITS) for order in self.orders]
+
+    def summable(self, forwards: int) -> list[Summable]:
+        there = {*self.orders, *self.sums}
+        left = [order for order in range(UNITS) if order not in there] if self.window and forwards > 1 else []
+        return [Summable(order, SUM, 1 / UNITS, 1 / UNITS, forwards - 1) for order in left]
+
+    def summed(self) -> list[Movable]:
+        return [Movable(order, SUM, 0.0, streamed=False) for order in self.sums]
 
     def slots(self, forwards: int) -> Slots:
         streamed = UNITS - len(self.orders)
@@ -102,9 +111,12 @@ class Units:
     def may_move(self) -> bool:
         return not self.closed
 
-    def move(self, orders: frozenset[int], slots: int | None = None) -> bool:
+    def move(self, orders: frozenset[int], slots: int | None = None, summed: frozenset[int] | None = None) -> bool:
         if self.closed:
             return False
+        sums = sorted((frozenset(self.sums) if summed is None else summed) - orders)
+        self.gpu.on_gpu += SUM * (len(sums) - len(self.sums))
+        self.sums = sums
         streamed = UNITS - len(orders)
         after = min(max(self.window if slots is None else slots, LEAST if self.window else 0), streamed)
         self.gpu.on_gpu += UNIT * (len(orders) - len(self.orders)) + SLOT * (after - self.window)
