@@ -220,8 +220,8 @@ def _expected(
 def _completed(
     offer: Offer, moved: _Moved, sums: Sequence[_Sums], choice: Choice, least: float
 ) -> list[tuple[Choice, _Sums]]:
-    """Return the choice with more slots and sums, as far as they fit and make the step shorter: one or two ways to
-    divide what is left, and none that takes longer than `least` seconds."""
+    """Return the choice with more slots and sums, as far as they fit and make the step shorter: a few ways to divide
+    what is left, and none that takes longer than `least` seconds."""
     slots = offer.slots
     left = offer.room - choice.filling.nbytes - moved.nbytes + (slots.count - choice.slots) * slots.nbytes
     fitting = sums[: bisect_right(sums, max(left, 0.0), key=lambda each: each.nbytes)]
@@ -231,14 +231,15 @@ def _completed(
         return slots.most(left - each.nbytes, moved.streamed, choice.slots)
 
     def seconds(each: _Sums, count: int) -> float:
-        return _choice(offer, moved, choice.filling, count, each).seconds
+        """Return the seconds of the step, with additions for which the GPU takes no time."""
+        return _choice(offer, moved, choice.filling, count, replace(each, added=0.0)).seconds
 
     if seconds(every, most(_NO_SUMS)) > least:  # with all slots and all sums that would fit alone
         return []
     # The more sums, the fewer slots. With too few sums the host's additions and copies take longest; from `enough` on
     # something else does, and more sums would only take the place of slots.
     enough = bisect_left(fitting, True, key=lambda each: seconds(each, most(each)) <= seconds(every, most(each)))
-    divided = fitting[max(0, enough - 1) : enough + 1]
+    divided = [fitting[place] for place in sorted({0, max(0, enough - 1), enough})]
     return [(_grown(offer, moved, choice, most(each), each), each) for each in divided]
 
 

@@ -21,6 +21,10 @@ from typing import Literal, NamedTuple, get_args
 Schedule = Literal["under backward", "deferred", "two passes", "speculative"]
 
 
+BACKWARD_SHARE = 2 / 3
+"""Part of a micro-batch's products that backward computes."""
+
+
 class Schedules(NamedTuple):
     """`measured`: the schedule of the latest step. `coming`: the schedule of the updates that it has queued."""
 
@@ -61,6 +65,7 @@ class Step:
     """Part of the disk's bytes that are inputs of blocks. They stay on the disk when states leave it."""
     down_s: float = 0.0
     """Seconds of the copies of gradients to the host."""
+    micro_batches: int = 1
     why: str = ""
     """Why the schedule is this one, as a clause."""
     forward_s: float = 0.0
@@ -116,26 +121,40 @@ class Step:
         and each second that leaves the queue shortens the wait by a second until the wait is over: 7.6 B waited 0.32 s
         of 1.50, and 0.05 s of 1.24 when 12 of its 28 blocks had moved. Where the disk is busy for longer than the
         queue, the updates themselves wait for the disk. Where the copies to the GPU take longest, the GPU waits for
-        them; and for the copies and additions of gradients, where these do. Products of updates stay with the GPU.
+        them. Products of updates stay with the GPU.
+
+        With several micro-batches most fetches, copies and additions of gradients are under forwards and backwards that
+        wait for nothing else (`_of_phases`), and what the GPU waits beyond these is its wait for the queue.
         """
         fetching = self.lanes.get("h2d", 0.0)
-        others, left = self._of_others(Change()), self._of_others(change)
-        computes = self.lanes["compute"] - change.kept_s + change.gpu_update_s
         disk, off_disk = self.lanes.get("ssd", 0.0), change.disk_share * (1.0 - self.inputs_share)
+        now, then = self._of_phases(Change()), self._of_phases(change)
+        waited = max(0.0, self.step_s - now)
         if disk > self.queue_s:
-            gone = max(self.stall_s, disk) * off_disk
+            gone = max(waited, disk) * off_disk
         else:
-            gone = max(self.stall_s, self.queue_s) * change.moved_share
-        if fetching > disk and fetching == self.busiest_s:
+            gone = max(waited, self.queue_s) * change.moved_share
+        if self.micro_batches == 1 and fetching > disk and fetching == self.busiest_s:
             gone = max(gone, fetching * (1.0 - change.fetches))
-        if others > disk and others == self.busiest_s:
-            gone += others * (1.0 - change.moved_share) - left  # what sums on the GPU save
         return max(
-            computes + max(self.products_s, self.stall_s - gone),
-            left,
+            then * min(1.0, self.step_s / now if now else 1.0) + max(min(waited, self.products_s), waited - gone),
+            self._of_others(change),
             fetching * change.fetches,
             disk * (1.0 - off_disk),
         )
+
+    def _of_phases(self, change: Change) -> float:
+        """Return the seconds of all forwards and all backwards after `change`. With several micro-batches each half of
+        the fetches is under the ones or the others, and gradients move under backwards alone. With a single one all of
+        that is taken to be hidden."""
+        computes = self.lanes["compute"] - change.kept_s + change.gpu_update_s
+        if self.micro_batches == 1:
+            return computes
+        fetching, staying = self.lanes.get("h2d", 0.0) * change.fetches / 2, 1.0 - change.moved_share
+        down = self.lanes.get("d2h", 0.0) * staying - self.down_s * change.down_share
+        holding = self.holding_s * (staying - change.summed_share)
+        forward, backward = (1.0 - BACKWARD_SHARE) * computes, BACKWARD_SHARE * computes
+        return max(forward, fetching) + max(backward, fetching, down, holding)
 
     def _of_others(self, change: Change) -> float:
         """Return the busy seconds, after `change`, of the busiest lane beside the GPU, the disk and the copies to the
@@ -361,6 +380,7 @@ def step_of(work: Work, schedule: Schedule, why: str = "") -> Step:
         holding_s=more * work.holding,
         inputs_share=work.inputs_share,
         down_s=work.down + more * down,
+        micro_batches=work.micro_batches,
         why=why,
         forward_s=forward,
         backward_s=backward,

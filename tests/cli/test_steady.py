@@ -51,9 +51,22 @@ def made(*, window_grows: bool) -> Plan:
 class Steps:
     """Forecasts of a forward of a second, and as much again where nothing is on the GPU."""
 
+    def __init__(self, micro_batches: int = 1) -> None:
+        self.micro_batches = micro_batches
+
     def step(self, plan: Plan, _: Kept = NOTHING, /, **__: bool) -> Step:
         left = 1 - len(plan.placement.promoted) / len(plan.units)
-        return Step("deferred", max(1.0 + left, 1.2 * left), {"compute": 1.0, "update": 1.2 * left, "h2d": 0.3})
+        lanes = {"compute": 1.0, "update": 1.2 * left, "h2d": 0.3}
+        return Step("deferred", max(1.0 + left, 1.2 * left), lanes, micro_batches=self.micro_batches)
+
+
+class SlowCopies(Steps):
+    """The same with gradients that take long on their way down, but for sums."""
+
+    def step(self, plan: Plan, _: Kept = NOTHING, /, **__: bool) -> Step:
+        step = super().step(plan)
+        down = 4.0 * (1 - (len(plan.placement.promoted) + 0.75 * len(plan.placement.summed)) / len(plan.units))
+        return replace(step, step_s=max(step.step_s, down), lanes={**step.lanes, "d2h": down}, down_s=down)
 
 
 def asked(plan: Plan, spare: steady.Spare, blocks: Sequence[Keepable] = (), **others: Any) -> steady.Question:
@@ -110,6 +123,9 @@ class Engine:
     def park(self) -> int:
         raise AssertionError("nothing may be parked")
 
+    def give_up_sum(self) -> int:
+        raise AssertionError("nothing may be given up")
+
     def may_move(self) -> bool:
         return not self.accumulates
 
@@ -121,7 +137,7 @@ class Engine:
         return True
 
 
-def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
+def run(engine: Engine, forwards: int, limit: int | None, forecaster: Steps) -> Plan:
     """Steps of the engine, until it has decided."""
     device = Device(torch.device("cpu"))
 
@@ -132,14 +148,14 @@ def run(engine: Engine, forwards: int, limit: int | None) -> Plan:
 
     class Updating:
         def schedules(self) -> Schedules:
-            schedule = Steps().step(engine.plan).schedule
+            schedule = forecaster.step(engine.plan).schedule
             return Schedules(schedule, schedule)
 
     context = context_of(device)
     spare = SpareMemory(context, Activations(context, []), OfPlan(engine, limit), Updating())
     spare.room.states, engine.accumulates = engine, forwards > 1
     for number in range(LOOKS[-1]):
-        step = Steps().step(engine.plan)
+        step = forecaster.step(engine.plan)
         lanes: Any = {lane: {"busy_s": seconds} for lane, seconds in step.lanes.items()}
         lanes["update"]["holding_s"] = step.holding_s
         context.recorder.latest = StepStatistics(number, step.step_s, 1.0, "compute", lanes, {})
@@ -182,6 +198,15 @@ def test_a_limit_of_the_allocator_leaves_the_context_out() -> None:
     assert replace(whole, context_bytes=0).gpu_for_plan == 24 << 30
 
 
+@pytest.mark.parametrize("total", [1750 << 20, 1900 << 20])
+def test_the_engine_decides_the_same_about_sums(total: int) -> None:
+    plan = made(window_grows=True)
+    spare = steady.Spare(Room(total, 1 << 40), NEEDED, None, tied=True)
+    predicted = steady.decide(asked(plan, spare, forwards=4, forecaster=SlowCopies(4))).plan
+    assert predicted.placement == run(Engine(plan, total), 4, None, SlowCopies(4)).placement
+    assert len(predicted.placement.summed) > BLOCKS / 2
+
+
 @pytest.mark.parametrize("forwards", [1, 4])
 @pytest.mark.parametrize("window_grows", [True, False])
 @pytest.mark.parametrize("limit", [None, 400 << 20])
@@ -189,8 +214,8 @@ def test_a_limit_of_the_allocator_leaves_the_context_out() -> None:
 def test_the_engine_decides_the_same(forwards: int, window_grows: bool, limit: int | None, total: int) -> None:
     plan = made(window_grows=window_grows)
     spare = steady.Spare(Room(total, 1 << 40), NEEDED, limit, tied=forwards > 1)
-    predicted = steady.decide(asked(plan, spare, forwards=forwards)).plan
-    decided = run(Engine(plan, total), forwards, limit)
+    predicted = steady.decide(asked(plan, spare, forwards=forwards, forecaster=Steps(forwards))).plan
+    decided = run(Engine(plan, total), forwards, limit, Steps(forwards))
     assert predicted.placement == decided.placement
     # In the least memory the headroom of an accumulation takes all that there is, and in the most all units fit.
     assert bool(predicted.placement.promoted) == (total > 1600 << 20 or forwards == 1)

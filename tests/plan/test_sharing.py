@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keepable_blocks import keepables, movables, windows
+from keepable_blocks import keepables, movables, summables, windows
 
-from ds_slide.plan.keeping import Keepable
-from ds_slide.plan.sharing import TOLERANCES, Offer, choose, share_out
-from ds_slide.plan.spare import Movable, Slots
+from ds_slide.plan import sharing
+from ds_slide.plan.keeping import Keepable, fillings
+from ds_slide.plan.sharing import TOLERANCES, Choice, Offer, choose, share_out
+from ds_slide.plan.spare import Movable, Slots, Summable
 from ds_slide.plan.step_model import Change, Step
 
 GB = 10**9
@@ -137,7 +138,84 @@ def test_states_that_fill_memory_leave_the_slots() -> None:
     assert filled.states and filled.slots == BLOCKS - len(filled.states)
 
 
+def holding(compute: float, stall: float, update: float, fetch: float, down: float) -> Step:
+    """The same with accumulation: three quarters of `update` add gradients up, and their copies take `down`."""
+    step = waiting(compute, stall, update, fetch)
+    lanes = {**step.lanes, "d2h": down}
+    return replace(step, lanes=lanes, holding_s=0.75 * update, down_s=down, micro_batches=8)
+
+
+SUMS = [Summable(order, 154 * 10**6, 1 / BLOCKS, 7 / 8 / BLOCKS, 7) for order in range(BLOCKS, 0, -1)]
+
+
+def test_sums_come_where_the_host_adds_and_copies_longest() -> None:
+    offer = Offer(3 * GB, (), (), holding(1.0, 2.0, 3.0, 0.5, 2.0), sums=SUMS)
+    choice = choose(offer)
+    assert choice.sums == {each.order for each in SUMS[:19]}  # as many as fit
+    assert choice.seconds == pytest.approx(3.0 - 19 / BLOCKS * 2.25, rel=0.02)
+    everything = choose(replace(offer, room=10 * GB))
+    assert everything.seconds == pytest.approx(3.0 + 1.0 - (1 / 3 + 2.25), rel=0.04)  # the wait for updates stays
+    assert 26 < len(everything.sums) < BLOCKS  # no more than save time
+    assert not choose(replace(offer, step=holding(3.0, 0.0, 2.5, 0.5, 2.0))).sums  # the GPU hides it all
+
+
+def test_sums_and_slots_divide_what_is_left() -> None:
+    """Fetches and additions take equally long: memory for one of them alone would save nothing."""
+    slots = Slots(count=4, least=4, nbytes=154 * 10**6, blocks=BLOCKS, passes=16, grows=True)
+    offer = Offer(5 * GB, (), (), holding(0.6, 2.4, 3.0, 3.0, 2.0), slots, sums=SUMS)
+    choice = choose(offer)
+    assert choice.slots > 10 and len(choice.sums) > 10
+    alone = choose(replace(offer, sums=())), choose(replace(offer, slots=replace(slots, grows=False)))
+    assert choice.seconds < 0.9 * min(each.seconds for each in alone)
+
+
+def test_states_that_fill_memory_take_no_second_place() -> None:
+    """A unit on the GPU needs no sum."""
+    offer = Offer(200 * GB, STATES, (), holding(1.0, 2.0, 3.0, 0.5, 2.0), sums=SUMS, memory_rate=4.2e12)
+    filled = share_out(offer)
+    assert len(filled.states) == BLOCKS and not filled.sums
+    some = share_out(replace(offer, room=20 * GB))
+    assert some.states and some.sums and not some.states & some.sums
+
+
 amounts = st.floats(0, 2, allow_nan=False)
+holdings = st.builds(holding, amounts, amounts, amounts, amounts, amounts)
+
+
+def every_choice(offer: Offer) -> list[Choice]:
+    """All choices that fit."""
+    found = [Choice(frozenset(), offer.step.after(Change()), offer.slots.count, fillings(())[0])]
+    for moved in sharing._moves(offer):
+        for filling in fillings(offer.activations):
+            for sums in sharing._sums(offer.sums, moved):
+                room, slots = offer.room - filling.nbytes - sums.nbytes, offer.slots
+                least = sharing._expected(offer, moved, filling, slots, offer.room - filling.nbytes)
+                if least is None:
+                    continue
+                left = room - moved.nbytes + (slots.count - least.slots) * slots.nbytes
+                counts = range(least.slots, slots.most(left, moved.streamed, least.slots) + 1) if left >= 0 else ()
+                found += [sharing._choice(offer, moved, filling, count, sums) for count in counts]
+    return found
+
+
+@settings(deadline=None)
+@given(st.integers(-10, 200), movables, keepables, holdings, windows, summables)
+def test_no_other_choice_is_shorter(
+    room: int,
+    states: list[Movable],
+    activations: list[Keepable],
+    measured: Step,
+    slots: Slots,
+    sums: list[Summable],
+) -> None:
+    offer = Offer(room, states, activations[:2], measured, slots, sums=sums)
+    choice = choose(offer)
+    assert choice.seconds <= min(each.seconds for each in every_choice(offer)) + 1e-9
+    assert not choice.sums & choice.states
+    slow = replace(offer, memory_rate=50.0)  # additions on the GPU take long
+    assert choose(slow).seconds <= choose(replace(slow, sums=())).seconds
+
+
 times = st.builds(waiting, amounts, amounts, amounts, amounts, amounts)
 
 

@@ -17,7 +17,7 @@ from ds_slide.plan.memory import Plan
 from ds_slide.plan.needs import Needs, Placement, SsdNeeds, UnitSize
 from ds_slide.plan.operations import Operation
 from ds_slide.plan.rates import HOST_OPERATION_S, Rates
-from ds_slide.plan.step_model import PASS_SHARE, Schedule, Step, all_schedules, scheduled
+from ds_slide.plan.step_model import PASS_SHARE, Change, Schedule, Step, all_schedules, scheduled
 from ds_slide.plan.step_work import BESIDE_COPIES, update_bytes, work_of
 from ds_slide.plan.trace import Segment, StepTrace
 from ds_slide.store.state_buffers import optimizer_buffers
@@ -165,6 +165,38 @@ def test_second_passes_begin_under_the_forward_when_the_first_have_ended() -> No
     # 0.15 s of each beside a forward of 0.24, which waits for the first two of nine units, and a backward of 0.08.
     found = seconds(rates(update=UPDATE_GB / 0.20), trace(0.03, 0.01))["two passes"]
     assert found == pytest.approx(0.32 + 0.15 * 2 / (BLOCKS + 1), rel=0.02)
+
+
+@pytest.mark.parametrize("window", [3, 6])
+def test_more_slots_save_what_forwards_and_backwards_wait_for(window: int) -> None:
+    """8 micro-batches, whose forwards wait for fetches and whose backwards hide them."""
+    work, slow = trace(0.01, 0.03), rates(link=2 * NUMEL / 1e9 / 0.02)
+
+    def of(slots: int) -> Step:
+        return schedules(plan(placement=Placement(window=slots)), work, slow, 8)["deferred"]
+
+    few, more = of(2), of(window)
+    change = Change(fetches=more.lanes["h2d"] / few.lanes["h2d"])
+    assert few.after(Change()) == pytest.approx(few.step_s)
+    assert few.after(change) == pytest.approx(more.step_s, rel=0.06) and more.step_s < 0.97 * few.step_s
+
+
+def test_sums_on_the_gpu_go_down_once() -> None:
+    """With a link and a CPU that take longest."""
+    slow, work = rates(update=UPDATE_GB / 0.30, link=(BLOCKS + 1) * 2 * NUMEL / 1e9 / 0.25), trace(0.01, 0.02)
+
+    def with_sums(*units: int) -> Step:
+        made = plan(placement=Placement(window=BLOCKS, summed=frozenset(units)))
+        return schedules(made, work, slow, 4)["deferred"]
+
+    none, every, some = with_sums(), with_sums(*range(BLOCKS + 1)), with_sums(1, 2, 3)
+    assert (none.lanes["d2h"], every.lanes["d2h"]) == (pytest.approx(1.0), pytest.approx(0.25))
+    assert none.down_s == none.lanes["d2h"] and every.down_s == every.lanes["d2h"]
+    assert every.holding_s == 0.0 and every.lanes["update"] == pytest.approx(0.30)
+    assert some.holding_s == pytest.approx(none.holding_s * (BLOCKS - 2) / (BLOCKS + 1))
+    share = 3 / (BLOCKS + 1)
+    expected = none.after(Change(summed_share=share, down_share=0.75 * share))
+    assert some.step_s == pytest.approx(expected, rel=0.05) and every.step_s < some.step_s < none.step_s
 
 
 def test_gradients_of_later_micro_batches_are_added_up_under_their_backwards() -> None:

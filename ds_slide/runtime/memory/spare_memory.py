@@ -242,7 +242,7 @@ class SpareMemory:
         room, reserve = for_states(room, self.need.nbytes, tied=self._is_tied, varying=len(self._shapes) > 1)
         inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
         kept_s = self.activations.kept_seconds
-        step = _measured(latest, self._updating.schedules().measured, inputs).recomputing(kept_s)
+        step = _measured(latest, self._updating.schedules().measured, inputs, forwards).recomputing(kept_s)
         slots = NO_SLOTS if states is None else states.slots(forwards)
         rate = (None if gpu is None else gpu.memory_rate()) or MEMORY_RATE
         keepable = self.activations.costs.keepable(shape)
@@ -299,11 +299,19 @@ def _stay(missing: float, states: States) -> _Stay:
     return _Stay(left[0] - gone, left[1] - dropped, len(gone), len(dropped), short)
 
 
-def _measured(step: StepStatistics, schedule: Schedule, inputs: int) -> Step:
-    """Return a step that was measured. `inputs`: bytes of inputs of blocks that the disk has written and read."""
+def _measured(step: StepStatistics, schedule: Schedule, inputs: int, forwards: int) -> Step:
+    """Return a step of `forwards` forwards that was measured. `inputs`: bytes of inputs of blocks that the disk has
+    written and read."""
     busy = {lane: float(totals["busy_s"]) for lane, totals in step.lanes.items()}
     on_ssd = step.ssd.get("read_bytes", 0) + step.ssd.get("written_bytes", 0)
     holding = float(step.lanes.get(UPDATE, {}).get("holding_s", 0.0))
     share = min(1.0, inputs / on_ssd) if on_ssd else 0.0
-    down = busy.get("d2h", 0.0)
-    return Step(schedule, step.step_s, busy, holding_s=holding, inputs_share=share, down_s=down)
+    return Step(
+        schedule,
+        step.step_s,
+        busy,
+        holding_s=holding,
+        inputs_share=share,
+        down_s=busy.get("d2h", 0.0),
+        micro_batches=max(1, forwards),
+    )
