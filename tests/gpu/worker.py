@@ -71,6 +71,8 @@ class Scenario:
     """Whether all blocks keep what products and attention have made, and nothing else."""
     moves: bool = False
     """Whether other units have their states on the GPU in every step."""
+    sums: bool = False
+    """Whether other units have their gradients added up on the GPU in every step."""
     slide: dict[str, Any] = field(default_factory=dict)
     """Additions to the "ds_slide" block. Without "kernels" the model's own modules are replaced on a GPU."""
     record: tuple[str, ...] = ()
@@ -292,6 +294,18 @@ def move_states(engine: Any, step: int) -> None:
     assert moved is not None and moved.no_room == ()
 
 
+def move_sums(engine: Any, step: int) -> None:
+    """Add up the gradients of all units on the GPU, then of some and of no others."""
+    from ds_slide.plan.movable import may_sum
+    from ds_slide.runtime.memory.tier_moves import move
+
+    parts = engine.optimizer.runtime.parts
+    orders = [order for order in range(len(parts.plan.units)) if may_sum(parts.plan, order)]
+    chosen = frozenset((orders, orders[::2], orders[1::2], orders[:0])[step % 4])
+    assert move(engine.optimizer.runtime, parts.plan.placement.on_gpu, summed=chosen) is not None
+    assert parts.plan.placement.summed == chosen
+
+
 def room_for(activations: Any, part: float, shape: Any, **_: bool) -> float:
     """Bytes; whatever there is, it is not enough where `part` is less than 0."""
     return -1e12 if part < 0 else part * sum(each.nbytes for each in activations.costs.keepable(shape))
@@ -343,6 +357,8 @@ def run(scenario: Scenario) -> dict[str, Any]:
             recorder.before_forward(step)
             if scenario.moves:
                 move_states(engine, step)
+            if scenario.sums:
+                move_sums(engine, step)
             losses = []
             for micro in range(scenario.grad_accum):
                 number = step * scenario.grad_accum + micro

@@ -149,6 +149,8 @@ def tensors_of(runtime: Any) -> dict[str, list[torch.Tensor]]:
         for name, state_buffer in unit.state.buffers.items() if unit.home is not None else ():
             if name != "weight" or not lends:
                 found[names.promoted_buffer_of(unit.name, name)] = [state_buffer.tensor]
+        if unit.gradient.gpu_sum is not None:
+            found[names.gpu_sum_of(unit.name)] = [unit.gradient.gpu_sum]
         own = unit.state.buffers["weight"].tensor
         if isinstance(unit.way_back, SpareBuffers):
             for name, buffer in unit.way_back.spare.items():

@@ -33,6 +33,24 @@ def sum_on_gpu(runtime: Any, *orders: int) -> Moved | None:
     return move(runtime, placement.on_gpu | placement.promoted, summed=frozenset(orders))
 
 
+class RandomSums:
+    """`causal_loss` behind an attempt to give a random set of units sums on the GPU, in which all ranks draw the
+    same."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self.made: list[int] = []
+        """Number of units with a sum in each step."""
+
+    def __call__(self, engine: Any, batch: Batch) -> torch.Tensor:
+        runtime = engine.optimizer.runtime
+        chosen = [order for order in summable(runtime) if self._random.random() < 0.7]
+        if sum_on_gpu(runtime, *chosen) is not None:
+            assert {unit.order for unit in runtime.units if unit.gradient.gpu_sum is not None} == set(chosen)
+            self.made.append(len(chosen))
+        return causal_loss(engine, batch)
+
+
 class RandomMoves:
     """`causal_loss` behind an attempt to move a random set of units, in which all ranks draw the same."""
 

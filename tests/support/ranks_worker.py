@@ -20,7 +20,7 @@ import torch.distributed as dist
 import two_ranks
 from activation_runs import INPUT, handle_of
 from harness import Batch, batches, causal_loss, ds_config, llama, on_ssd, trained
-from moving import RandomMoves
+from moving import RandomMoves, RandomSums
 from tight_memory import room_for_gradients_of
 from tiled import tiled
 
@@ -38,6 +38,8 @@ RUNS = {
     "immediate": ({"window": 2}, {"clip": 0.0}),
     "immediate-gpu-states": ({"window": 2, "gpu_states": 600_000}, {"clip": 0.0}),
     "accumulation": ({"window": 2}, {"clip": 1.0, "accumulation": 2}),
+    "sums": ({"window": 3, "debug": {"lane_delay_ms": 2.0, "seed": 6}}, {"clip": 1.0, "accumulation": 2}),
+    "sums-gathered": ({"window": 2, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
     "delays": ({"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 5}}, {"clip": 1.0}),
     "speculative": ({"window": 2, "speculate": True, "debug": {"lane_delay_ms": 2.0, "seed": 7}}, {"clip": 1.9}),
     "speculative-gathered": (
@@ -223,6 +225,8 @@ def main(rank: int, folder: Path) -> None:
             ):
                 evaluates = name in ("clipping", "immediate") and rank == 1
                 loss_of: Any = RandomMoves() if name.startswith("moves") else Watched(data[0], evaluates)
+                if name.startswith("sums"):
+                    loss_of = RandomSums()
                 if name == "speculative-by-one":
                     loss_of = Anew(rank)
                 if name.startswith("spare"):
@@ -236,6 +240,7 @@ def main(rank: int, folder: Path) -> None:
             assert not isinstance(loss_of, Sharing) or (loss_of.promoted and loss_of.kept)
             assert not isinstance(loss_of, Moving) or loss_of.moved == (2 + rank) * INPUT
             assert not isinstance(loss_of, RandomMoves) or any(made.demoted for made in loss_of.made if made)
+            assert not isinstance(loss_of, RandomSums) or any(loss_of.made)
             if name.startswith("speculative"):
                 assert plan().placement.undo_logs
             assert slide is None or bool(plan().placement.gradients_on_ssd) == (name == "ssd-gradients")

@@ -31,7 +31,7 @@ from ds_slide.runtime.core.lanes import HOLDING
 from ds_slide.runtime.core.pool import BufferLease
 from ds_slide.runtime.core.unit import PackedGradient, Unit
 from ds_slide.runtime.core.update import SquareSum, Update
-from ds_slide.runtime.gradients.sources import GradientSource, Packed, Scattered, Staging
+from ds_slide.runtime.gradients.sources import GpuSum, GradientSource, Packed, Scattered, Staging
 from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.apply import UpdateStep
 from ds_slide.runtime.updates.speculation import Speculation
@@ -206,12 +206,10 @@ class Gradients:
             return
         held, total = unit.state.gradient, unit.gradient.gpu_sum
         assert isinstance(held, Held) and total is not None
-        # No one waits for the buffer to be free: its next gradient waits for this one's arrival.
-        free = Future(self._failures, f"the sum of the gradients of {unit.name}")
         summed = self.square_sums[unit.order] if unit.gradient.square_sum.place == "device" else None
-        unit.gradient.is_in_gpu_sum = False
         with AS_THEY_ARE():
-            self._send_to_host(unit, True, Packed(free, total, summed), held, False)
+            self._send_to_host(unit, True, GpuSum(total, summed), held, False)
+        unit.gradient.is_in_gpu_sum = False
 
     def _keep_on_gpu(self, unit: Unit, state_buffer: torch.Tensor, *, accumulate: bool, final: bool) -> None:
         # From here on the gradient may be there in part if something fails.
@@ -450,12 +448,12 @@ class Gradients:
             summed = codec.encode(unit.gradients(), own, accumulate=False, sums=sums)
             if unit.state.writes_change:
                 summed = self._add_square_sums(unit, summed, own)
-            return Packed(staging.free, own, summed)
+            return Packed(own, summed, staging.free)
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
         if unit.gradient.packed is None:
             self._encode_for_ranks(unit, staging)
         self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark())
-        return Packed(staging.free, own, None)
+        return Packed(own, None, staging.free)
 
     def _encode_for_ranks(self, unit: Unit, staging: PackedGradient) -> None:
         codec = unit.codec

@@ -44,16 +44,14 @@ class Staging:
         self.free = Future.completed(failures)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A block's gradient in a staging buffer, encoded by its codec."""
+@dataclass
+class _Flat:
+    """A gradient in one flat buffer, encoded by its codec."""
 
-    free: Future
-    """Completed when the staging buffer is given back. `Staging.free` may be the next user's by then."""
     own: torch.Tensor
-    """[numel], a view of the staging buffer."""
+    """[numel]"""
     summed: torch.Tensor | None
-    """[] fp64, its square sum, where encoding gave it."""
+    """[] fp64, its square sum, where it is known."""
 
     def square_sum(self) -> torch.Tensor:
         return square_sum(self.own) if self.summed is None else self.summed
@@ -64,8 +62,24 @@ class Packed:
     def copy(self, span: slice, target: torch.Tensor) -> None:
         target.copy_(self.own[span], non_blocking=True)
 
+
+@dataclass
+class Packed(_Flat):
+    """A block's gradient in a staging buffer."""
+
+    free: Future
+    """Completed when the staging buffer is given back. `Staging.free` may be the next user's by then."""
+
     def release(self, after: Marker) -> None:
         self.free.complete(after)
+
+
+class GpuSum(_Flat):
+    """The sum of a unit's gradients in its buffer (`GradientStatus.gpu_sum`). The next gradient there waits until this
+    one has arrived."""
+
+    def release(self, after: Marker) -> None:  # noqa: ARG002 - the unit keeps the buffer until the copy has run
+        self.own = self.own.new_empty(0)
 
 
 @dataclass

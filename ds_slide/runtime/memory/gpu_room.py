@@ -49,6 +49,10 @@ class States(Protocol):
         """Give up a slot of the window that hides no fetch, in a forward or backward under way. -> bytes that have come
         free."""
 
+    def give_up_sum(self) -> int:
+        """Give up the sum of a unit's gradients on the GPU, in a forward or backward under way. -> bytes that have come
+        free."""
+
     def may_move(self) -> bool:
         """Whether states may move now: nothing is accumulated, and no graph waits for its backward."""
 

@@ -99,7 +99,7 @@ class Shortage:
         if self._activations.give_up():
             return True
         states = self._room.states
-        if states is not None and (freed := states.give_up_slot()):
+        if states is not None and (freed := states.give_up_slot() or states.give_up_sum()):
             self._freed_in_training += freed if self._trains or in_backward() else 0
             return True
         parked = states.park() if states is not None and states.may_park() else 0

@@ -401,6 +401,24 @@ class RunningStates:
             parts.plan = _plan_with(self._runtime, len(parts.window.slots))
         return freed
 
+    def give_up_sum(self) -> int:
+        """Give up the sum of a unit's gradients on the GPU, in a forward or backward under way. What is in it goes down
+        first. -> bytes that have come free. Ranks give none up: their placements have to be the same."""
+        parts = self._runtime.parts
+        if parts.context.ranks.world_size > 1:
+            return 0
+        units = [self._runtime.units[each.order] for each in reversed(self.summed())]
+        # The gradient that is being taken may be half in its sum.
+        unit = next((unit for unit in units if not unit.gradient.finalized), None)
+        if unit is None or unit.gradient.gpu_sum is None:
+            return 0
+        parts.gradients.bring_down(unit)
+        unit.gradient.arrived.synchronize()
+        parts.context.lanes.d2h.drain()  # it has let go of the buffer
+        freed, unit.gradient.gpu_sum = unit.gradient.gpu_sum.nbytes, None
+        parts.plan = _plan_with(self._runtime, parts.plan.placement.window)
+        return freed
+
     def may_move(self) -> bool:
         """Whether states may move now: nothing is accumulated, and no graph waits for its backward."""
         return self._runtime.interruptions.is_between_steps()

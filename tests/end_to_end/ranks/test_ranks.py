@@ -17,6 +17,8 @@ WORKER = "ranks_worker.py"
 LOSS_TOLERANCE = 2.0**-8
 # Run, and the run in host memory whose bits it has.
 SAME_BITS = {
+    "sums": "accumulation",
+    "sums-gathered": "accumulation",
     "delays": "clipping",
     "speculative": "held",
     "speculative-gathered": "held",

@@ -108,6 +108,9 @@ class Units:
         self.window -= 1
         return SLOT
 
+    def give_up_sum(self) -> int:
+        return SUM if self.sums and self.sums.pop() >= 0 else 0
+
     def may_move(self) -> bool:
         return not self.closed
 
@@ -236,6 +239,18 @@ def test_slots_come_where_fetches_take_longest_and_go_again() -> None:
     assert (run.units.orders, run.units.window) == ([], 11)
     run.forward((1, 2 * TOKENS))
     assert run.units.window < 11
+
+
+def test_sums_come_where_gradients_take_longest_and_go_again() -> None:
+    run, need = Run(stall=0.9), TOKENS * BYTES_PER_TOKEN
+    run.units.window = 5
+    run.gpu.on_gpu += int(TOTAL - MARGIN - RESIDENT - (1 + TOLERANCES.headroom) * need - 4 * SUM)
+    run.recorder.latest.lanes["update"] = {"busy_s": 0.95, "bytes": 0, "holding_s": 0.8}
+    for _ in range(LOOKS[0]):
+        run.step(*4 * [(1, TOKENS)])
+    assert (run.units.orders, run.units.sums) == ([], [0, 1, 2, 3])
+    run.forward((1, 2 * TOKENS))
+    assert run.units.sums == []
 
 
 def test_slots_go_where_states_do_not_suffice() -> None:
