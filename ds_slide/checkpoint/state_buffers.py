@@ -11,7 +11,7 @@ from ds_slide.model.layout import Entry
 from ds_slide.optim.reference import encode_split, join_split
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.engine import SlideRuntime
-from ds_slide.runtime.step.phases import HOLD_HINT
+from ds_slide.runtime.step.phases import DEFER_HINT
 from ds_slide.store.state import UnitState
 
 MASTER = "master"
@@ -27,10 +27,10 @@ def require_stepped(runtime: SlideRuntime, unit: Unit, what: str) -> None:
 def require_no_update(unit: Unit, what: str) -> None:
     """Raise SlideError where an update of the unit is under way: the first half of `require_stepped`. A caller that
     writes all weights may find weights of two steps."""
-    if unit.gradient.ready and not unit.state.has("gradient"):
+    if unit.gradient.has_sum and not unit.state.has("gradient"):
         raise SlideError(
             f"{what} between backward() and step() would meet {unit.name} after its update, which is under way "
-            f"because clipping is off; call engine.step() first, or {HOLD_HINT}"
+            f"because clipping is off; call engine.step() first, or {DEFER_HINT}"
         )
 
 

@@ -76,7 +76,7 @@ def check_deepspeed_config(
         *client_problems(values, slide, rule),
         *matrix_problems(values, slide, rule),
         *(compressed_json_problems(values, slide, rule) if trains else ()),
-        *(holding_problems(values, slide) if trains else ()),
+        *(deferral_problems(values, slide) if trains else ()),
         *(core_problems(slide) if trains else ()),
         *model_problems(model),
         *subclass_problems(model),
@@ -100,7 +100,7 @@ def check_supported(kwargs: Values, init_optimizer: Any, module: nn.Module, slid
         *setting_problems(values, REFUSED_ZERO_SETTINGS),
         *parallel_problems(values),
         *offload_problems(values),
-        *holding_problems(values, slide),
+        *deferral_problems(values, slide),
         *dtype_problems(values, module),
         *model_problems(module),
         *optimizer_problems(init_optimizer),
@@ -269,7 +269,7 @@ def core_problems(slide: SlideConfig) -> Iterator[str]:
         )
 
 
-def holding_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
+def deferral_problems(values: Values, slide: SlideConfig) -> Iterator[str]:
     """Yield a problem where `ds_slide.defer_updates` is false, but a setting needs gradients held until backward has
     ended."""
     if slide.defer_updates is not False:

@@ -121,7 +121,7 @@ def json_problems(raw: Mapping[str, Any], slide: SlideConfig) -> Iterator[str]:
     if not _ssd_is_open(slide, raw):
         yield from ssd_problems(slide, raw)
     yield from contract.state_dtype_problems(slide)
-    yield from contract.holding_problems(values, slide)
+    yield from contract.deferral_problems(values, slide)
 
 
 def _ssd_is_open(slide: SlideConfig, raw: Mapping[str, Any]) -> bool:

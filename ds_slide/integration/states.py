@@ -113,12 +113,12 @@ class StateMethods:
         unit, entry = place
         own = value.reshape(-1)[: entry.partition_numel]
         self._settle_gradient(unit)
-        if not unit.gradient.ready:
+        if not unit.gradient.has_sum:
             # The unit's other parameters have no gradient; the buffer still has the last step's.
             unit.state.zero_gradient()
         unit.state.write("gradient", slice(entry.offset, entry.offset + own.numel()), own)
         unit.gradient.square_sum = SquareSum()
-        unit.gradient.ready = True
+        unit.gradient.has_sum = True
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
         place = self._trainable(param)

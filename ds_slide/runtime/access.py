@@ -15,7 +15,7 @@ from ds_slide.errors import SlideError
 from ds_slide.model.layout import Entry
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.core.update import SquareSum
-from ds_slide.runtime.step.phases import HOLD_HINT, Event, Phase
+from ds_slide.runtime.step.phases import DEFER_HINT, Event, Phase
 
 if TYPE_CHECKING:
     from ds_slide.runtime.engine import SlideRuntime
@@ -140,18 +140,18 @@ class StateAccess:
         self._runtime.accumulation.require(Event.ZERO_GRAD)
         for unit in self._runtime.units:
             entries = [entry for parameter, entry in unit.trainable if id(parameter) in given]
-            if not unit.gradient.ready or not entries:
+            if not unit.gradient.has_sum or not entries:
                 continue
             if not unit.state.has("gradient"):
                 raise SlideError(
-                    f"the gradients cannot be discarded: the update of {unit.name} is under way; {HOLD_HINT}"
+                    f"the gradients cannot be discarded: the update of {unit.name} is under way; {DEFER_HINT}"
                 )
             self.take_back((unit,))
             if to_none and len(entries) == len(unit.trainable):
                 unit.gradient.forget()
             else:
                 self._zero(unit, entries)
-        if not any(unit.gradient.ready for unit in self._runtime.units):
+        if not any(unit.gradient.has_sum for unit in self._runtime.units):
             self._runtime.accumulation.clear()
 
     def _zero(self, unit: Unit, entries: Sequence[Entry]) -> None:

@@ -32,7 +32,7 @@ from ds_slide.runtime.memory.parked_states import ParkedStates
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
 from ds_slide.runtime.step.interruptions import Interruptions
-from ds_slide.runtime.step.phases import HOLD_HINT, Event
+from ds_slide.runtime.step.phases import DEFER_HINT, Event
 from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.model_hooks import ModelHooks
 from ds_slide.runtime.weights.outputs import OutputEvents
@@ -156,7 +156,7 @@ class SlideRuntime:
         if unit.gradient.finalized and not self.parts.updating.deferred:
             raise SlideError(
                 f"a forward of {unit.name} began in a hook of a backward that has updated its weights already, because "
-                f"with clipping off weights are updated under backward; {HOLD_HINT}"
+                f"with clipping off weights are updated under backward; {DEFER_HINT}"
             )
         if with_backward:
             unit.uses.begun += 1
@@ -314,7 +314,7 @@ class SlideRuntime:
 
     def _apply(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         for unit in self.units:
-            if not unit.gradient.ready:
+            if not unit.gradient.has_sum:
                 continue
             unit.gradient.forget()
             match unit.state.gradient:
@@ -347,7 +347,7 @@ class SlideRuntime:
         applied already."""
         self.interruptions.notice()
         self.accumulation.require(Event.ZERO_GRAD)
-        if any(unit.gradient.ready for unit in self.units):
+        if any(unit.gradient.has_sum for unit in self.units):
             self.discard_gradients()
         self.accumulation.clear()
 

@@ -77,7 +77,7 @@ class RuntimeSettings:
         return isinstance(self.rule, MuonRule) and (self.ranks > 1 or self.limits_updates)
 
     @property
-    def holds(self) -> bool:
+    def defers(self) -> bool:
         """Whether gradients wait for the step (`SlideConfig.defer_updates`). A loss scale may skip it."""
         if self.slide.defer_updates != "auto":
             return self.slide.defer_updates
@@ -87,7 +87,7 @@ class RuntimeSettings:
     @property
     def held_dtype(self) -> torch.dtype | None:
         """The data type of held gradients, unless a unit's precision sets another; None where they are not held."""
-        if self.trains and not self.holds:
+        if self.trains and not self.defers:
             return None
         return self.accumulation_dtype if self.accumulates else self.gradient_dtype
 

@@ -112,11 +112,11 @@ class GradientStatus:
     """Whether this backward's gradient has left the parameters."""
     taken: list[torch.Tensor | None] | None = None
     """Gradients to average that are not, or no longer, the gradients of the parameters."""
-    packed: PackedGradient | None = None
+    staging: PackedGradient | None = None
     """The buffer with the packed gradients, if they are packed."""
     is_postponed: bool = False
     """Whether the gradients of the last backward wait for the other ranks' gradients."""
-    ready: bool = False
+    has_sum: bool = False
     """Whether the held gradient is the sum of the micro-batches so far."""
     square_sum: SquareSum = field(default_factory=SquareSum)
     """The square sum of the current gradient."""
@@ -128,7 +128,7 @@ class GradientStatus:
 
     def forget(self) -> None:
         """Forget the sum so far: a step applies it, or it is dropped."""
-        self.ready = self.is_in_gpu_sum = False
+        self.has_sum = self.is_in_gpu_sum = False
 
 
 class Unit:
@@ -276,8 +276,8 @@ class Unit:
     @property
     def has_gradient(self) -> bool:
         """Whether a parameter has a gradient from autograd, or a gradient was taken out of the parameters."""
-        if self.gradient.taken is not None or self.gradient.packed is not None:
-            return self.gradient.packed is not None or any(gradient is not None for gradient in self.gradients())
+        if self.gradient.taken is not None or self.gradient.staging is not None:
+            return self.gradient.staging is not None or any(gradient is not None for gradient in self.gradients())
         for parameter, _ in self.trainable:  # `any` would make a generator, and a block's first parameter decides
             if parameter.grad is not None:
                 return True

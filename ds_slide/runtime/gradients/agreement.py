@@ -39,7 +39,7 @@ class Contribution:
     """The gradients of a unit, as autograd left them or packed."""
 
     gradients: list[torch.Tensor | None]
-    packed: Staging | None = None
+    staging: Staging | None = None
 
 
 MOST = 255
@@ -218,7 +218,7 @@ class Agreement:
         if not is_dropped:
             self._averaged[unit.order] += 1
         contribution = waiting.popleft() if waiting else Contribution([None] * len(unit.trainable))
-        unit.gradient.taken, unit.gradient.packed = contribution.gradients, contribution.packed
+        unit.gradient.taken, unit.gradient.staging = contribution.gradients, contribution.staging
         if waiting is not None and not waiting:
             del self._waiting[unit.order]
             unit.gradient.is_postponed = False
@@ -226,7 +226,7 @@ class Agreement:
             with self._conductor.entry():
                 self._taking.take_agreed(unit, final=entry.final)
         finally:
-            unit.gradient.taken = unit.gradient.packed = None
+            unit.gradient.taken = unit.gradient.staging = None
         if is_dropped:
             self._taking.forget_agreed(unit)
 

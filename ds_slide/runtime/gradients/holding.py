@@ -61,7 +61,7 @@ class Doubts:
         return None if at_boundary else "a backward ran that is not at a gradient accumulation boundary"
 
 
-def hold_gradients(parts: Parts, why: str) -> None:
+def defer_updates(parts: Parts, why: str) -> None:
     """Give every unit whose update would begin at once memory for its gradient, which waits for the step from now on.
 
     Called before any update of the backward under way. `why`: a clause. SlideError where host memory has no room.

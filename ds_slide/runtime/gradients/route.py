@@ -42,12 +42,12 @@ from ds_slide.store.tiers import Held
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A gradient on its way down, as the d2h lane gets it. It lies in `source` after `packed`, and at its destination
-    when `arrived` is kept."""
+    """A gradient on its way down, as the d2h lane gets it. It lies in `source` after `packed_at`, and at its
+    destination when `arrived` is complete."""
 
     unit: Unit
     source: GradientSource
-    packed: Marker
+    packed_at: Marker
     arrived: Future
     before: tuple[Future, Future]
     """The unit's earlier gradient has arrived; and its latest update has been completed."""
@@ -118,7 +118,7 @@ class Gradients:
         """Let go of the buffers on the GPU. The engine has ended."""
         self._stagings = []
 
-    def finalize(self, unit: Unit, *, final: bool, source: GradientSource | None = None) -> None:
+    def send(self, unit: Unit, *, final: bool, source: GradientSource | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
 
         Parameters without a gradient (unused since the last step) count as zero, as in ZeRO-1 and 2 and in ZeRO-3's
@@ -133,7 +133,7 @@ class Gradients:
 
         match unit.state.gradient:
             case KeptOnGpu(gradient=kept):
-                self._keep_on_gpu(unit, kept.tensor, accumulate=unit.gradient.ready, final=final)
+                self._keep_on_gpu(unit, kept.tensor, accumulate=unit.gradient.has_sum, final=final)
             case Held() as held:
                 if source is None and _goes_to_gpu_sum(unit, final=final):
                     self._add_on_gpu(unit, final=final)
@@ -145,14 +145,14 @@ class Gradients:
             case other:
                 raise AssertionError(other)
         unit.drop_gradients()
-        unit.gradient.ready = True
+        unit.gradient.has_sum = True
 
     def _is_left_out(self, unit: Unit) -> bool:
         """Whether the unit is frozen and has no gradient, so that nothing has to come down. Several ranks leave no unit
         out: all of them have to call the same collectives, whatever their flags are."""
         if self._ranks.world_size > 1 or not unit.trained.is_off or any(each is not None for each in unit.gradients()):
             return False
-        if not unit.gradient.ready and unit.gradient.square_sum.place is not None:
+        if not unit.gradient.has_sum and unit.gradient.square_sum.place is not None:
             self.sums[:, unit.order] = 0.0  # it was an earlier step's
             unit.gradient.square_sum = SquareSum()
         return True
@@ -167,7 +167,7 @@ class Gradients:
 
     def square_sums_of(self, unit: Unit, on_device: torch.Tensor) -> SquareSums:
         """The square sums of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""
-        if not unit.gradient.ready:
+        if not unit.gradient.has_sum:
             return SquareSums(0.0, 0.0, 0.0)
         found = SquareSums(*on_device[:, unit.order].tolist())
         known = unit.gradient.square_sum
@@ -181,7 +181,7 @@ class Gradients:
 
     def _add_on_gpu(self, unit: Unit, *, final: bool) -> None:
         """Add the gradient to the unit's GPU sum, with the bits of a sum on the host. `final`: send the sum down."""
-        total, first = unit.gradient.gpu_sum, not unit.gradient.ready
+        total, first = unit.gradient.gpu_sum, not unit.gradient.has_sum
         assert total is not None
         if first:
             # The last step's sum has been copied down. A gradient that was dropped on its way has arrived, too: it
@@ -252,7 +252,7 @@ class Gradients:
         try:
             before = unit.gradient.arrived, unit.completed
             unit.gradient.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
-            first = not unit.gradient.ready
+            first = not unit.gradient.has_sum
             arrived, held_sum = unit.gradient.arrived, unit.gradient.square_sum
             ahead = self._updating.speculating.of(unit)
             arrival = _Arrival(unit, source, packed, arrived, before, first, final, adds, held_sum, ahead)
@@ -269,7 +269,7 @@ class Gradients:
         assert of_gradient is not None
         of_encoded = square_sum(encoded)
         sums, new = self.sums[1:, unit.order], (of_gradient, of_encoded)
-        if unit.gradient.ready:
+        if unit.gradient.has_sum:
             sums += torch.stack(new)
         else:
             torch.stack(new, out=sums)
@@ -361,7 +361,7 @@ class Gradients:
 
     def _copy(self, arrival: _Arrival, span: slice, target: torch.Tensor, target_start: int = 0) -> Marker:
         """Copy `span` of the gradient to `target`, whose first element is element `target_start` of the gradient."""
-        self._d2h.wait(arrival.packed, f"the gradient of {arrival.unit.name} on the GPU")
+        self._d2h.wait(arrival.packed_at, f"the gradient of {arrival.unit.name} on the GPU")
         end = PASSED
         for part in arrival.source.parts(span):
             start = self._device.mark(self._d2h.stream, timed=True)
@@ -381,7 +381,7 @@ class Gradients:
 
     def _reduced(self, unit: Unit) -> Packed:
         """Run `_reduce` in the next staging buffer, which is given back where that fails: memory may be short."""
-        staging = unit.gradient.packed or self._take_staging()
+        staging = unit.gradient.staging or self._take_staging()
         self._early.discard(staging)
         try:
             return self._reduce(unit, staging)
@@ -450,7 +450,7 @@ class Gradients:
                 summed = self._add_square_sums(unit, summed, own)
             return Packed(own, summed, staging.free)
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
-        if unit.gradient.packed is None:
+        if unit.gradient.staging is None:
             self._encode_for_ranks(unit, staging)
         self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark())
         return Packed(own, None, staging.free)
@@ -467,13 +467,13 @@ def _goes_to_gpu_sum(unit: Unit, *, final: bool) -> bool:
     """Whether the coming gradient is added to the unit's GPU sum: the sum so far is there, or it is the first gradient
     and others follow."""
     status = unit.gradient
-    return status.gpu_sum is not None and (status.is_in_gpu_sum if status.ready else not final)
+    return status.gpu_sum is not None and (status.is_in_gpu_sum if status.has_sum else not final)
 
 
 def _adds(unit: Unit) -> bool:
     """Whether the CPU adds the coming gradient to the held gradient, or converts it, so that its own square sum does
     not count."""
-    return unit.gradient.ready or unit.converts_gradient
+    return unit.gradient.has_sum or unit.converts_gradient
 
 
 def _of_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -33,7 +33,7 @@ class GradientSource(Protocol):
 
 class Staging:
     """A flat GPU buffer, of bytes, for one unit's gradient. Owners: the compute stream while it packs, the collectives
-    stream while it reduces (several ranks), then the d2h lane until `free` is kept. The collectives stream itself
+    stream while it reduces (several ranks), then the d2h lane until `free` is complete. The collectives stream itself
     copies a GPU-tier unit's gradient and keeps `free`. The next user waits for `free` on its own stream."""
 
     def __init__(self, packed: torch.Tensor, own: torch.Tensor, failures: Failures) -> None:

@@ -2,7 +2,7 @@
 
     leave_backward     `finalize_block`: the block, and its parts
     end of backward    `finalize_rest`: outer modules, blocks with frozen inputs, units without a gradient
-    one rank           each unit goes its way at once (`Gradients.finalize`)
+    one rank           each unit goes its way at once (`Gradients.send`)
     several ranks      each unit is announced, and goes its way when the ranks have agreed on it (`Agreement`)
 
 With clipping off an update begins with the gradient, so a second gradient of the same unit is refused.
@@ -17,12 +17,12 @@ from ds_slide.errors import SlideError
 from ds_slide.runtime.core.ranks.conductor import Conductor
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.gradients.agreement import Agreement, Contribution
-from ds_slide.runtime.gradients.holding import Doubts, hold_gradients
+from ds_slide.runtime.gradients.holding import Doubts, defer_updates
 from ds_slide.runtime.gradients.streamed_gradient import StreamedGradient
 from ds_slide.runtime.gradients.totals import Totals
 from ds_slide.runtime.parts import Parts
 from ds_slide.runtime.step.accumulation import Accumulation
-from ds_slide.runtime.step.phases import HOLD_HINT
+from ds_slide.runtime.step.phases import DEFER_HINT
 from ds_slide.runtime.weights.bindings import Bindings
 from ds_slide.runtime.weights.resident_weights import ResidentWeights
 
@@ -67,7 +67,7 @@ class Taking:
     def require_held(self, what: str) -> None:
         """Raise when gradients are not kept for `what`."""
         if not self.deferred:
-            raise SlideError(f"{what} needs the gradients between backward() and step(); {HOLD_HINT}")
+            raise SlideError(f"{what} needs the gradients between backward() and step(); {DEFER_HINT}")
 
     def has_gradients(self) -> bool:
         """Whether the backward under way has given any parameter a gradient."""
@@ -89,7 +89,7 @@ class Taking:
         if unit.gradient.finalized and not self.deferred:
             raise SlideError(
                 f"{unit.name} received gradients again after its update had begun (used more than once under "
-                f"re-entrant checkpointing, or a streamed head more than once in one backward); {HOLD_HINT}"
+                f"re-entrant checkpointing, or a streamed head more than once in one backward); {DEFER_HINT}"
             )
         backward = self._accumulation.backward
         if not backward.has_gradients and (source is not None or self.has_gradients()):
@@ -105,7 +105,7 @@ class Taking:
         """Let gradients wait for the step from now on where the first update of the backward may not be meant."""
         why = None if self.deferred else self.doubts.why(at_boundary=self.final)
         if why is not None:
-            hold_gradients(self._parts, why)
+            defer_updates(self._parts, why)
 
     def _take(self, unit: Unit, source: StreamedGradient | None = None, *, final: bool) -> None:
         speculating = self._parts.updating.speculating
@@ -120,7 +120,7 @@ class Taking:
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
         counts = source is not None or unit.has_gradient
         try:
-            self._gradients.finalize(unit, final=final, source=source)
+            self._gradients.send(unit, final=final, source=source)
         finally:
             if self.deferred:
                 # `arrived` is the same where packing has failed, since memory may have been short.
@@ -194,7 +194,7 @@ class Taking:
         self.bring_sums_down()
         self._note_flags()
         sums = self._gradients.sums
-        if not any(unit.gradient.ready for unit in self.units):  # otherwise the sums are from the last step
+        if not any(unit.gradient.has_sum for unit in self.units):  # otherwise the sums are from the last step
             sums = torch.zeros_like(sums)
         return self._totals.later(sums).sqrt().float()
 
@@ -237,8 +237,8 @@ class Taking:
 
     def drop_contribution(self, contribution: Contribution) -> None:
         """Give up a contribution, which is not averaged."""
-        if contribution.packed is not None:
-            self._gradients.drop(contribution.packed)
+        if contribution.staging is not None:
+            self._gradients.drop(contribution.staging)
 
     def take_agreed(self, unit: Unit, *, final: bool) -> None:
         """Average the gradients that `Unit.gradients` returns, and send them on their way."""
@@ -253,7 +253,7 @@ class Taking:
 
     def counts_as_zero(self, unit: Unit) -> bool:
         """Whether a unit without a gradient on any rank is updated as if its gradient was zero."""
-        return self.final and not unit.gradient.ready and bool(unit.codec.numel)
+        return self.final and not unit.gradient.has_sum and bool(unit.codec.numel)
 
     def is_final(self) -> bool:
         """Whether the backward under way is the last one before the step."""

@@ -76,7 +76,7 @@ class Interruptions:
         self.notice()
         if self._root.active or self._accumulation.is_open or self._accumulation.micro_batches:
             return False
-        return not any(unit.gradient.ready or unit.awaits_backward for unit in self._units)
+        return not any(unit.gradient.has_sum or unit.awaits_backward for unit in self._units)
 
     def backward_is_under_way(self) -> bool:
         """Whether the calling thread is in the open backward."""

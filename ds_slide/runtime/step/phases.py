@@ -22,7 +22,7 @@ from enum import Enum, auto
 
 from ds_slide.errors import SlideError
 
-HOLD_HINT = (
+DEFER_HINT = (
     'set "ds_slide": {"defer_updates": true}, which keeps gradients in host memory (2 bytes a parameter) until step()'
 )
 
@@ -72,11 +72,11 @@ _MIXED = (
 )
 _EARLY_FORWARD = (
     "a forward began after backward() at an accumulation boundary and before engine.step(), but the weights are "
-    f"being updated under backward; call engine.step() first, or {HOLD_HINT}"
+    f"being updated under backward; call engine.step() first, or {DEFER_HINT}"
 )
 _SECOND_BACKWARD = (
     "a backward() that is not the only one before its engine.step() needs held gradients, because with clipping off "
-    f"weights are updated under backward; {HOLD_HINT}"
+    f"weights are updated under backward; {DEFER_HINT}"
 )
 
 REFUSED: dict[tuple[Phase, Event], str] = {
@@ -89,7 +89,7 @@ REFUSED: dict[tuple[Phase, Event], str] = {
     (Phase.UPDATED, Event.TRAINING_FORWARD): _EARLY_FORWARD,
     (Phase.UPDATED, Event.BACKWARD): _SECOND_BACKWARD,
     (Phase.UPDATED, Event.BLOCK_BACKWARD): _SECOND_BACKWARD,
-    (Phase.UPDATED, Event.DISCARD): f"the gradients cannot be discarded: their updates are under way; {HOLD_HINT}",
+    (Phase.UPDATED, Event.DISCARD): f"the gradients cannot be discarded: their updates are under way; {DEFER_HINT}",
 }
 """The error messages. Any other pair is allowed. `{what}`: the call that has ended with an exception."""
 

@@ -125,7 +125,7 @@ class Updating:
         assert isinstance(self.host, MatrixUpdates)
         for unit in units:
             steps = unit.trained.coming(hypers)
-            if unit.gradient.ready and takes_matrices(steps):
+            if unit.gradient.has_sum and takes_matrices(steps):
                 found = self.host.orthogonalize(unit, UpdateStep(steps, grad_scale))
                 unit.gradient.square_sum = SquareSum("host", found)
 

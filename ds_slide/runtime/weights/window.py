@@ -30,7 +30,7 @@ Direction = Literal["forward", "backward", "inference"]
 
 class Slot:
     """One GPU buffer of bytes; its content has its unit's data type. The h2d lane owns it from `fill` until `ready` is
-    kept. Then compute owns it while it is bound, and until the compute stream has passed `free`; then the h2d lane
+    complete. Then compute owns it while it is bound, and until the compute stream has passed `free`; then the h2d lane
     again."""
 
     def __init__(self, index: int, buffer: torch.Tensor) -> None:
@@ -287,7 +287,7 @@ class Window:
     def _request(self, unit: Unit, keep: Container[int]) -> Slot | None:
         """Request a block. `keep`: the blocks that must not make room, by `Unit.order`."""
         # With a slot for each block, new weights come to the place of the old ones.
-        slot = self._slots_of.get(unit.order)
+        slot = self._slots_of.get(unit.order) if len(self.slots) >= len(self._order) else None
         if slot is None or slot.unit is not unit or slot.bound:
             slot = self._victim(keep)
         if slot is None:

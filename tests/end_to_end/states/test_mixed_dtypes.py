@@ -147,7 +147,7 @@ def test_gradients_of_a_part_leave_with_its_blocks(monkeypatch: pytest.MonkeyPat
             left.append(None)
             end()
 
-        monkeypatch.setattr(runtime.parts.gradients, "finalize", record)
+        monkeypatch.setattr(runtime.parts.gradients, "send", record)
         monkeypatch.setattr(runtime, "end_backward", ended)
         engine.backward(causal_loss(engine, batches(1)[0]))
         # Nothing that trains is before the first block: its last gradient tells that its backward is over.
