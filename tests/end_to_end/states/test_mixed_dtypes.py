@@ -137,7 +137,7 @@ def test_gradients_of_a_part_leave_with_its_blocks(monkeypatch: pytest.MonkeyPat
         runtime, left = engine.optimizer.runtime, []
         blocks = [unit for unit in runtime.units if unit.spec.kind == "block"]
         assert [[part.dtype for part in block.parts] for block in blocks] == [[torch.float32]] * 3
-        finalize, end = runtime.parts.gradients.finalize, runtime.end_backward
+        finalize, end = runtime.parts.gradients.send, runtime.end_backward
 
         def record(unit: Any, **how: Any) -> None:
             left.append(unit)
