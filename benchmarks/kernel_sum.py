@@ -14,8 +14,6 @@ import json
 import settings
 import step
 import torch
-import trainers
-from clock import PhaseClock
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -26,16 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     settings.add_arguments(parser)
     setting = settings.from_arguments(parser.parse_args())
-    device = step.accelerator_device()
-    model = step.prepare_model(setting, device)
-    batches = step.token_batches(setting, model.config.vocab_size, device)
-    trainers.apply_patch(model, setting.patch)
-    trainer, log, clock = trainers.make_trainer(model, setting, ""), step.StepLog(), PhaseClock(False)
-    step.run_steps(trainer, batches, setting, setting.warmup, clock, log)
-    step.synchronize(device)
+    _trainer, run, _log = step.warmed_up(setting)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step.run_steps(trainer, batches, setting, STEPS, clock, log)
-        step.synchronize(device)
+        run(STEPS)
     on_gpu = [event for event in profiler.events() if event.device_type is DeviceType.CUDA]
     seconds = sum(event.device_time_total for event in on_gpu if "Memcpy HtoD" not in event.name) / 1e6
     print(json.dumps({"command": setting.command(), "kernels_s": seconds / STEPS, "torch": torch.__version__}))

@@ -15,7 +15,6 @@ import argparse
 import faulthandler
 import json
 import os
-import signal
 import time
 import traceback
 from pathlib import Path
@@ -93,13 +92,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     options = parser.parse_args()
-    faulthandler.register(signal.SIGTERM, chain=True)
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().set_device(options.local_rank)
-    deepspeed.init_distributed()
-    ranks, device = dist.get_world_size(), torch.device(get_accelerator().current_device_name())
+    device = step.begin_rank(options.local_rank)
+    ranks = dist.get_world_size()
     if options.gib:
         torch.cuda.set_per_process_memory_fraction(options.gib * 2**30 / torch.cuda.mem_get_info(device)[1], device)
     setting = Setting(options.system, options.model, batch=1, checkpointing=options.checkpointing, slide=options.slide)

@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import signal
 import statistics
 import time
 import traceback
@@ -209,14 +208,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     arguments = parser.parse_args()
-    # The launcher's own limit and the end of another rank come as this signal.
-    faulthandler.register(signal.SIGTERM, chain=True)
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().set_device(arguments.local_rank)
-    deepspeed.init_distributed()
-    device = torch.device(get_accelerator().current_device_name())
+    device = step.begin_rank(arguments.local_rank)
     every = plans(arguments.nvme_path)
     chosen = [setting for name in arguments.plan.split(",") for setting in every[name]]
     done = begun(arguments.out) if arguments.go_on else []

@@ -9,9 +9,11 @@ needed for the one process. Runs without a GPU too (`DS_ACCELERATOR=cpu`, `--mod
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -45,6 +47,34 @@ def accelerator_device() -> torch.device:
     """This rank's GPU, unless there is none or DS_ACCELERATOR=cpu asks for the processor."""
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+
+
+def begin_rank(local_rank: int) -> torch.device:
+    """Begin a rank that DeepSpeed's launcher has started, and return its device."""
+    # The launcher's own limit and the end of another rank come as this signal.
+    faulthandler.register(signal.SIGTERM, chain=True)
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().set_device(local_rank)
+    deepspeed.init_distributed()
+    return torch.device(get_accelerator().current_device_name())
+
+
+def warmed_up(setting: Setting) -> tuple[Trainer, Callable[[int], None], StepLog]:
+    """Return a trainer behind its warm-up, what runs a number of steps and waits for the device, and their log."""
+    device = accelerator_device()
+    model = prepare_model(setting, device)
+    batches = token_batches(setting, model.config.vocab_size, device)
+    apply_patch(model, setting.patch)
+    trainer, log, clock = make_trainer(model, setting, ""), StepLog(), PhaseClock(False)
+
+    def run(count: int) -> None:
+        run_steps(trainer, batches, setting, count, clock, log)
+        synchronize(device)
+
+    run(setting.warmup)
+    return trainer, run, log
 
 
 def build_model(setting: Setting, device: torch.device) -> Any:

@@ -30,8 +30,6 @@ from typing import Any
 
 import settings
 import step
-import trainers
-from clock import PhaseClock
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
@@ -213,19 +211,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     settings.add_arguments(parser)
     setting = settings.from_arguments(parser.parse_args())
-    device = step.accelerator_device()
-    model = step.prepare_model(setting, device)
-    batches = step.token_batches(setting, model.config.vocab_size, device)
-    trainers.apply_patch(model, setting.patch)
     if setting.system == "slide":
         name_causes()
-    trainer, log, clock = trainers.make_trainer(model, setting, ""), step.StepLog(), PhaseClock(False)
-    step.run_steps(trainer, batches, setting, setting.warmup, clock, log)
-    step.synchronize(device)
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    trainer, run, log = step.warmed_up(setting)
+    on_gpu = step.accelerator_device().type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds) as profiler, record_function(WHOLE):
-        step.run_steps(trainer, batches, setting, STEPS, clock, log)
-        step.synchronize(device)
+        run(STEPS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
