@@ -61,8 +61,6 @@ class Captures:
         """Of recordings; None before the first one."""
         self._memory: Memory | None = None
         self.shapes = Shapes()
-        self._numbers = 0
-        """The number of shapes that have been recorded, now and then."""
         self._current: SeenShape | None = None
         """The shape of the newest forward."""
         self._is_stale = False
@@ -142,8 +140,7 @@ class Captures:
         if nbytes and room >= 0 and fits and self._is_due(shape):
             self._memory = self._memory or self._own_memory()
             self._memory.recorded_shapes += 1
-            shape.recordings = Recordings(self._memory, self._numbers, copies=self._copies)
-            self._numbers += 1
+            shape.recordings = Recordings(self._memory, self._memory.recorded_shapes, copies=self._copies)
             return room + held, held
         if held and room < nbytes:
             log.info(f"recordings of blocks are freed: batches of another shape need their {size(held)}")

@@ -8,11 +8,13 @@ goes on with the numbers of the operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+
+from ds_slide.runtime.captured.checks import HostRandom
+from ds_slide.runtime.core.device import default_generator
 
 COMPARISONS = 2
 """Comparisons of one recording."""
@@ -45,23 +47,14 @@ def differ(found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor
 def run_beside(run: Callable[[], T], device: torch.device) -> T | None:
     """Run a block once more, and leave the random numbers as they are. None where the block draws some, or where there
     is no memory: then nothing can be compared."""
-    with _generators(device) as have_changed:
-        try:
-            result = run()
-        except torch.OutOfMemoryError:
-            return None
-        return None if have_changed() else result
-
-
-@contextmanager
-def _generators(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Yield what says whether a generator has drawn since, and put the generators back in the end."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    before = [generator.get_state() for generator in generators]
+    host, generator = HostRandom(), default_generator(device)
+    before = generator.get_state()
     try:
-        yield lambda: not all(map(torch.equal, before, [generator.get_state() for generator in generators]))
+        result = run()
+        has_drawn = host.has_been_drawn_from(of_torch=True) or not torch.equal(generator.get_state(), before)
+        return None if has_drawn else result
+    except torch.OutOfMemoryError:
+        return None
     finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
+        host.put_back()
+        generator.set_state(before)

@@ -170,3 +170,10 @@ class Device:
     def allocation_retries(self) -> int:
         """Return how often torch released its unused memory, which stops the GPU, to find room for a tensor."""
         return int(torch.cuda.memory_stats(self.torch).get("num_alloc_retries", 0))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that operators on a device draw from unless they are given another one."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator

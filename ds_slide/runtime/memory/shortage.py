@@ -27,6 +27,7 @@ from ds_slide.report.log import log, size
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.kept_calls import OperatorMode
 from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.core.device import default_generator
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory.gpu_room import GpuRoom
 
@@ -278,16 +279,10 @@ def _states_of_generators(args: Sequence[Any], kwargs: dict[str, Any]) -> list[t
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
     if not given:
         devices = {each.device for each in tensors_of((args, kwargs))} | {_device_of(kwargs)}
-        given = [_default_generator(device) for device in devices if device is not None]
+        given = [default_generator(device) for device in devices if device is not None]
     return [(generator, generator.get_state()) for generator in given]
 
 
 def _device_of(kwargs: dict[str, Any]) -> torch.device | None:
     device = kwargs.get("device")
     return None if device is None else torch.device(device)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markers import Passing
 
 from ds_slide.errors import SlideError
 from ds_slide.plan.allocations import PIECE_ALIGNMENT, whole_pieces
 from ds_slide.runtime.core.byte_ring import ByteRing
-from ds_slide.runtime.core.device import PASSED, Marker
+from ds_slide.runtime.core.device import PASSED
 from ds_slide.runtime.core.futures import Failures
 
 Sizes = list[list[int]]
@@ -20,17 +21,10 @@ Sizes = list[list[int]]
 SIZES = st.lists(st.lists(st.integers(0, 3 * PIECE_ALIGNMENT + 1), min_size=1, max_size=5), min_size=1, max_size=30)
 
 
-class Awaited(Marker):
+class Awaited(Passing):
     """Passed when a host thread has waited for it."""
 
-    __slots__ = ("passed",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passed = False
-
-    def done(self) -> bool:
-        return self.passed
+    __slots__ = ()
 
     def synchronize(self) -> None:
         self.passed = True
