@@ -111,17 +111,16 @@ def share_out(offer: Offer) -> Choice:
     slots = replace(offer.slots, count=max(best.slots, offer.slots.count))
     taken = best.filling.nbytes + (slots.count - offer.slots.count) * slots.nbytes
     sums = [each for each in offer.sums if each.order in best.sums]
-    filled = [
-        found
-        for moved in _moves(offer)[len(best.states) + 1 :]
-        if (
-            found := _expected(
-                offer, moved, best.filling, slots, offer.room - offer.reserve - taken, _sums(sums, moved)[-1]
-            )
-        )
-        and found.seconds <= (1 + TOLERANCES.slowdown) * best.seconds
-    ]
-    return filled[-1] if filled else best
+    filled = best
+    for moved in _moves(offer)[len(best.states) + 1 :]:
+        summed = _sums(sums, moved)[-1]
+        count = _slots_beside(moved, slots, offer.room - offer.reserve - taken - summed.nbytes)
+        if count is None:
+            continue
+        found = _choice(offer, moved, best.filling, count, summed)
+        if found.seconds <= (1 + TOLERANCES.slowdown) * best.seconds:
+            filled = found
+    return filled
 
 
 def choose(offer: Offer) -> Choice:
@@ -136,9 +135,10 @@ def choose(offer: Offer) -> Choice:
     for moved in _moves(offer):
         sums = _sums(offer.sums, moved)
         for filling in filled:
-            found = _expected(offer, moved, filling, offer.slots, offer.room - filling.nbytes)
-            if found is None:
+            count = _slots_beside(moved, offer.slots, offer.room - filling.nbytes)
+            if count is None:
                 break
+            found = _choice(offer, moved, filling, count)
             for choice, summed in _completed(offer, moved, sums, found, least[0]):
                 nbytes = moved.nbytes + filling.nbytes + summed.nbytes
                 nbytes += max(0, choice.slots - offer.slots.count) * offer.slots.nbytes
@@ -207,14 +207,12 @@ def _sums(units: Sequence[Summable], moved: _Moved) -> list[_Sums]:
     return found
 
 
-def _expected(
-    offer: Offer, moved: _Moved, filling: Filling, slots: Slots, room: float, sums: _Sums = _NO_SUMS
-) -> Choice | None:
-    """Return the choice with the states `moved` to the GPU; None where they and the sums do not fit. `room`: bytes
-    beside `slots` and the activations."""
-    left = room - moved.nbytes - sums.nbytes
-    count = slots.fitting(left, moved.streamed) if moved.orders else slots.count if left >= 0 else None
-    return None if count is None else _choice(offer, moved, filling, count, sums)
+def _slots_beside(moved: _Moved, slots: Slots, room: float) -> int | None:
+    """Return how many slots stay with the states `moved` to the GPU; None where these do not fit. `room`: bytes beside
+    `slots`, for the states."""
+    if moved.orders:
+        return slots.fitting(room - moved.nbytes, moved.streamed)
+    return slots.count if room >= 0 else None
 
 
 def _completed(

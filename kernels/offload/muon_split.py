@@ -24,7 +24,7 @@ from ds_slide.kernels.offload.split_master import (
 
 @triton.jit
 def _lerp(start, end, weight, rest):
-    """As `torch.lerp`, which is exact at both ends. `rest`: one minus `weight`."""
+    """Return what `torch.lerp` returns, which is exact at both ends. `rest`: one minus `weight`."""
     return tl.where(weight < 0.5, start + (end - start) * weight, end - (end - start) * rest)
 
 

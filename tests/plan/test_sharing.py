@@ -189,11 +189,11 @@ def every_choice(offer: Offer) -> list[Choice]:
         for filling in fillings(offer.activations):
             for sums in sharing._sums(offer.sums, moved):
                 room, slots = offer.room - filling.nbytes - sums.nbytes, offer.slots
-                least = sharing._expected(offer, moved, filling, slots, offer.room - filling.nbytes)
+                least = sharing._slots_beside(moved, slots, offer.room - filling.nbytes)
                 if least is None:
                     continue
-                left = room - moved.nbytes + (slots.count - least.slots) * slots.nbytes
-                counts = range(least.slots, slots.most(left, moved.streamed, least.slots) + 1) if left >= 0 else ()
+                left = room - moved.nbytes + (slots.count - least) * slots.nbytes
+                counts = range(least, slots.most(left, moved.streamed, least) + 1) if left >= 0 else ()
                 found += [sharing._choice(offer, moved, filling, count, sums) for count in counts]
     return found
 
