@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_slide.integration.external_parameters import ExternalParameters
+from ds_slide.integration.throughput import measure_by_events
 from ds_slide.plan.bound import bound_of
 from ds_slide.plan.host_room import local_ranks
 from ds_slide.plan.kept_ceilings import kept_ceilings
@@ -41,6 +42,7 @@ def attach(engine: Any) -> None:
     engine._backward_prologue = engine.optimizer.runtime.prologue = _Prologue(reference)
     engine._backward_prologue_per_tensor = _unchanged
     override(engine, backward)
+    measure_by_events(engine)
     ExternalParameters(engine)
 
 

@@ -106,6 +106,15 @@ SYMBOLS: tuple[Symbol, ...] = (
     # engine_methods.py
     *_methods(_ENGINE, "DeepSpeedEngine", _backward_prologue="", _take_model_step="lr_kwargs", steps_per_print=""),
     Symbol("deepspeed.monitor.monitor", "MonitorMaster.write_events", "self event_list"),
+    # throughput.py
+    *_methods(
+        "deepspeed.utils.timer",
+        "ThroughputTimer",
+        __init__="config batch_size start_step steps_per_output monitor_memory logging_fn",
+        start="",
+        stop="global_step report_speed",
+        avg_samples_per_sec="",
+    ),
     # checkpoint*.py
     *_methods(
         _ENGINE,

@@ -127,8 +127,6 @@ def engine_config(scenario: Scenario) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload},
         "steps_per_print": 1_000_000,
-        # DeepSpeed's throughput timer synchronizes the device at the start of every forward.
-        "timers": {"throughput": {"enabled": False}},
     }
     if scenario.precision == "bf16":
         config["bf16"] = {"enabled": True}
