@@ -27,7 +27,7 @@ def main() -> None:
     _trainer, run, _log = step.warmed_up(setting)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run(STEPS)
-    on_gpu = [event for event in profiler.events() if event.device_type is DeviceType.CUDA]
+    on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
     seconds = sum(event.device_time_total for event in on_gpu if "Memcpy HtoD" not in event.name) / 1e6
     print(json.dumps({"command": setting.command(), "kernels_s": seconds / STEPS, "torch": torch.__version__}))
 
