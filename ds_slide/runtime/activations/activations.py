@@ -18,7 +18,7 @@ from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall, Taken
 from ds_slide.runtime.activations.costs import BlockCosts
 from ds_slide.runtime.activations.kept_calls import KeptCall, KeptCalls, MixedCall, WholeCall
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
-from ds_slide.runtime.captured.captures import Captures
+from ds_slide.runtime.captured.captures import Captures, Wanted
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ssd.space import SpaceOnSsd
@@ -108,8 +108,7 @@ class Activations:
         if not self.costs.orders:
             return
         candidates = self.costs.keepable(shape)
-        nbytes = sum(each.nbytes for each in candidates)
-        room, shared = self.captures.room_of(room, nbytes, self.costs.gradient_bytes)
+        room, shared = self.captures.room_of(room, self._wanted(candidates))
         recorded = self.captures.ready
         # The memory of recorded blocks is not in `room`. One call of each is replayed.
         wanted = [self._beside(each, shape) if each.order in recorded else each for each in candidates]
@@ -119,6 +118,20 @@ class Activations:
             shape, kept, self._to_move(-room, shape), free, recorded=recorded,
             inside=nbytes - beside + min(shared, beside), handled=_statistics(len(self.costs.orders), kept, nbytes),
         )  # fmt: skip
+
+    def _wanted(self, candidates: Sequence[Keepable]) -> Wanted:
+        """Return what recordings of these blocks would need."""
+        sizes = [each.nbytes for each in candidates]
+        streams = 2 * sum(unit.is_streamed for unit in self._blocks) > len(self._blocks)
+        return Wanted(sum(sizes), max(sizes, default=0), self.costs.gradient_bytes, streams)
+
+    def keepable(self, shape: Shape | None) -> list[Keepable]:
+        """Return the blocks whose activations may be kept: none while recorded blocks are recomputed."""
+        return [] if self.captures.recomputes else self.costs.keepable(shape)
+
+    def reserved(self, shape: Shape | None) -> float:
+        """Return the bytes of the GPU to be left for recordings to come."""
+        return self.captures.reserved(self._wanted(self.costs.keepable(shape)))
 
     def _beside(self, block: Keepable, shape: Shape | None) -> Keepable:
         """Return what a recorded block takes beside its recording."""
@@ -206,7 +219,11 @@ class Activations:
             result = self._keep(call, MixedCall(one))
         else:
             kept.append(0)
-            result = self._recompute(call)
+            again = None if self._moves(call) else self.captures.recomputed(call)
+            result = self._recompute(call) if again is None else again.run(call)
+            if again is not None and again.watched is not None:
+                self._notice_change(call, again.watched)
+                again.watched.check()
         self.times.leave(order, forward.shape, is_mixed=is_mixed)
         return result
 

@@ -195,7 +195,10 @@ class WatchedCall:
         self._weights = call.parameters if guards_weights else []
         self._versions: list[int] | None = None
         """The weights' versions when the forward has ended."""
+        self.before: Before | None = None
+        """The block's state before the forward."""
         self._before: Before | None = None
+        """The same, where a recomputation has to find it."""
         self._unit = call.unit
         self._results = KeptResults() if recomputes and call.unit.experts else None
         self._has_run = False
@@ -215,7 +218,7 @@ class WatchedCall:
 
     def _forward(self, *inputs: Any) -> Any:
         self._has_run = True
-        before = self._state.before()
+        self.before = before = self._state.before()
         result = self._compute(*inputs)
         self.has_changed = self._state.after(before)
         if not self._as_written:
@@ -224,11 +227,7 @@ class WatchedCall:
 
     def _compute(self, *inputs: Any) -> Any:
         if self._versions is not None and self._versions != self._versions_now():
-            raise RuntimeError(
-                f"the weights of {self._state.name} have been modified since the forward of this graph, and its "
-                "activations would be recomputed with the new ones; call backward() before engine.step(), or set "
-                'ds_slide.activations to "as_written"'
-            )
+            raise modified(self._state.name)
         unit = self._unit
         if self._results is not None:
             self._results.begin(tuple(each.version for each in (unit, *unit.parts)))
@@ -251,6 +250,15 @@ class WatchedCall:
         """Raise where the call is to be recomputed, and cannot be."""
         if not self.can_run_again:
             raise SlideError(_too_late(self._state.name, self._state.changes))
+
+
+def modified(name: str) -> RuntimeError:
+    """Return the error of a backward that would recompute a block with other weights than its forward had."""
+    return RuntimeError(
+        f"the weights of {name} have been modified since the forward of this graph, and its activations would be "
+        "recomputed with the new ones; call backward() before engine.step(), or set "
+        'ds_slide.activations to "as_written"'
+    )
 
 
 def _too_late(name: str, what: str | None) -> str:

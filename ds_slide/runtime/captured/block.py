@@ -45,7 +45,7 @@ WAY_OUT = 'set "ds_slide": {"captured_blocks": false}'
 
 
 @dataclass
-class _Recording:
+class Recording:
     """The recorded call. `made_of`, `weights`: of the block. `places`: of the call's leaves, None for a leaf that is no
     tensor. `inputs`: the places that need a gradient. `result`: what the forward returns. `made`: its leaves, with
     their graph, of which `results` has the first ones for ever. `needing`: which of them need a gradient."""
@@ -81,14 +81,14 @@ class _Recording:
     def is_valid(self) -> bool:
         """Whether the block is what it was at the recording."""
         before = self.before
-        return before is not None and before.is_there() and self.made_of.is_there() and self.weights.are_there()
+        return before is not None and before.is_there() and self.made_of.is_there()
 
     def may_take(self, leaves: Sequence[Any]) -> bool:
         """Whether no place would be overwritten that a waiting backward reads."""
         return all(place is None or place.may_take(leaf) for place, leaf in zip(self.places, leaves, strict=True))
 
-    def fill(self, leaves: Sequence[Any], token: Token) -> None:
-        """Copy the leaves of a call to their places."""
+    def fill(self, leaves: Sequence[Any], token: Token | None) -> None:
+        """Copy the leaves of a call to their places. `token`: of a forward whose backward reads them there."""
         with torch.no_grad():
             for place, leaf in zip(self.places, leaves, strict=True):
                 if place is not None:
@@ -119,7 +119,7 @@ class CapturedBlock:
         self._shared = shared
         self._place = place
         self._copies = copies
-        self.recording: _Recording | None = None
+        self.recording: Recording | None = None
         self.has_replayed = False
         """Whether the latest call was a replay."""
         self._nothing = torch.empty(0, device=memory.device.torch)
@@ -135,32 +135,33 @@ class CapturedBlock:
     def run(self, call: BlockCall) -> Any:
         """Run a call of the block, and record it if it is the first one."""
         self.has_replayed = False
-        if not self._may_replay():
+        recording = self.recording
+        if hooks_around() is not None or not (recording is None or recording.weights.are_there()):
             return call.function(*call.inputs)
-        before = self._state.before() if self.recording is None else None
-        function, module = call.function, self._module
-        if not isinstance(function, functools.partial):
-            return function(*call.inputs)
-        if function.args and function.args[0] is module:  # transformers 5.24: the hooks of the block are around us
-            written = functools.partial(function.func, module)
-            result = self._forward(written, (*function.args[1:], *call.inputs), function.keywords)
-        else:  # before: the function calls the module with its hooks
-            with self._exchanged():
-                result = function(*call.inputs)
+        if not self._may_replay_here() or not isinstance(call.function, functools.partial):
+            return call.function(*call.inputs)
+        before = self._state.before() if recording is None else None
+        result = self._run_inside(call)
         if before is not None and self.recording is not None:
             self.recording.before = before
             self.has_ended = self._state.after(before)
         return result
 
-    def _may_replay(self) -> bool:
-        if self.has_ended or in_backward() or not torch.is_grad_enabled() or torch.is_anomaly_enabled():
+    def _run_inside(self, call: BlockCall) -> Any:
+        """Run a call, whose function is a partial one, with `_forward` in place of the block's own forward."""
+        function, module = call.function, self._module
+        assert isinstance(function, functools.partial)
+        if function.args and function.args[0] is module:  # transformers 5.24: the hooks of the block are around us
+            written = functools.partial(function.func, module)
+            return self._forward(written, (*function.args[1:], *call.inputs), function.keywords)
+        with self._exchanged():  # before: the function calls the module with its hooks
+            return function(*call.inputs)
+
+    def _may_replay_here(self) -> bool:
+        """Whether a call may be replayed, as far as hooks for saved tensors and the place of weights do not matter."""
+        if self.has_ended or in_backward() or not torch.is_grad_enabled():
             return False
-        device = self._memory.device.torch.type
-        if torch.is_autocast_enabled(device) or _len_torch_dispatch_stack() or hooks_around() is not None:
-            return False
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            return False
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not is_plain_context(self._memory.device.torch.type):
             return False
         if self.recording is None:
             return not any(hooks for each in self._inside for hooks in hooks_of(each))
@@ -204,7 +205,7 @@ class CapturedBlock:
         if not self._is_right(recording):
             del token
             return written(*args, **kwargs)
-        inputs = [leaf for leaf in leaves if _needs_gradient(leaf)]
+        inputs = [leaf for leaf in leaves if needs_gradient(leaf)]
         with saved_tensors_hooks(lambda _: token, lambda _: self._nothing):
             results = _Replay.apply(self, weakref.ref(token), *inputs, *recording.weights.trained)
         self.has_replayed = True
@@ -212,7 +213,7 @@ class CapturedBlock:
 
     # ---- comparisons with the operators ------------------------------------------------------------------------------
 
-    def _is_right(self, recording: _Recording) -> bool:
+    def _is_right(self, recording: Recording) -> bool:
         """Whether a replayed forward is the operators', as far as it is compared."""
         memory = self._memory
         recording.compares = (
@@ -235,7 +236,7 @@ class CapturedBlock:
 
     def _compared(
         self,
-        recording: _Recording,
+        recording: Recording,
         found: Sequence[torch.Tensor | None],
         pattern: Sequence[bool],
         places: Sequence[torch.Tensor],
@@ -246,7 +247,7 @@ class CapturedBlock:
 
         def run() -> list[torch.Tensor | None]:
             with torch.enable_grad(), self._stand_ins(recording.weights) as leaves:
-                made = [each for each in leaves_of(again()) if _needs_gradient(each)]
+                made = [each for each in leaves_of(again()) if needs_gradient(each)]
             results = [each for each, has_one in zip(made, pattern, strict=True) if has_one]
             return list(torch.autograd.grad(results, [*recording.inputs, *leaves], places, allow_unused=True))
 
@@ -262,7 +263,14 @@ class CapturedBlock:
 
     # ---- recordings --------------------------------------------------------------------------------------------------
 
-    def _try_to_record(self, written: Callable[..., Any], given: Any, leaves: Sequence[Any], token: Token) -> None:
+    @property
+    def _pool(self) -> Any:
+        """The memory of recorded forwards."""
+        return self._memory.forwards
+
+    def _try_to_record(
+        self, written: Callable[..., Any], given: Any, leaves: Sequence[Any], token: Token | None
+    ) -> None:
         """Record the forward, or note why it cannot be recorded. An error of the script's own comes again when the call
         runs as it is written."""
         random = HostRandom()
@@ -287,18 +295,18 @@ class CapturedBlock:
         """Run as it is written from now on. A recording that waits for its backward stays until then."""
         self.has_ended, self.why, self.lacks_memory = True, str(error), "out of memory" in str(error)
 
-    def _prepared(self, given: tuple[Any, Any], leaves: Sequence[Any]) -> _Recording:
+    def _prepared(self, given: tuple[Any, Any], leaves: Sequence[Any]) -> Recording:
         """Return a recording with the places of its inputs. Raises NotRecordable."""
         signature = Signature(*given, self._memory.device.torch)
         places = [self._place_of(number, leaf) for number, leaf in enumerate(leaves)]
-        inputs = [place.tensor for place, leaf in zip(places, leaves, strict=True) if place and _needs_gradient(leaf)]
+        inputs = [place.tensor for place, leaf in zip(places, leaves, strict=True) if place and needs_gradient(leaf)]
         for each in inputs:
             each.requires_grad_()
         made_of, weights = MadeOf(self._module, self._inside), Weights(self._module)
-        return _Recording(signature, made_of, weights, places, inputs, Graph(self._memory, self._memory.forwards))
+        return Recording(signature, made_of, weights, places, inputs, Graph(self._memory, self._pool))
 
     def _record(
-        self, recording: _Recording, written: Callable[..., Any], given: tuple[Any, Any], leaves: Sequence[Any]
+        self, recording: Recording, written: Callable[..., Any], given: tuple[Any, Any], leaves: Sequence[Any]
     ) -> None:
         """Record the forward. Raises NotRecordable, or whatever the forward raises."""
         places = recording.places
@@ -318,7 +326,7 @@ class CapturedBlock:
 
         with torch.no_grad():
             recording.results = recording.forward.record(forward)
-        recording.needing = list(map(_needs_gradient, recording.results))
+        recording.needing = list(map(needs_gradient, recording.results))
         if not any(recording.needing):
             raise NotRecordable("no result needs a gradient")
         after = list(leaves_of((args, kwargs)))
@@ -355,7 +363,7 @@ class CapturedBlock:
             return Place(self._memory.inputs.like((self._place[1], number), leaf))
         return self._shared.of(number, leaf)
 
-    def _record_backward(self, recording: _Recording, places: Sequence[torch.Tensor]) -> None:
+    def _record_backward(self, recording: Recording, places: Sequence[torch.Tensor]) -> None:
         """Record the backward, if that is possible. `places`: of the gradients of the results that have one."""
         graph = Graph(self._memory, self._memory.backwards)
         pattern = recording.pattern
@@ -467,11 +475,11 @@ class CapturedBlock:
 
 
 def _gradients(
-    recording: _Recording, pattern: Sequence[bool], gradients: Sequence[torch.Tensor]
+    recording: Recording, pattern: Sequence[bool], gradients: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """Return the gradients of inputs and weights. `pattern`: which results that need a gradient have one."""
     wanted = [*recording.inputs, *recording.leaves]
-    needing = [each for each in recording.made if _needs_gradient(each)]
+    needing = [each for each in recording.made if needs_gradient(each)]
     results = [each for each, has_one in zip(needing, pattern, strict=True) if has_one]
     # The saved tensors of the recorded forward stay, because its replays write into them.
     return list(torch.autograd.grad(results, wanted, gradients, allow_unused=True, retain_graph=True))
@@ -487,13 +495,22 @@ def _only_accumulates(weight: nn.Parameter, receiver: Any) -> bool:
         return False
 
 
+def is_plain_context(device: str) -> bool:
+    """Whether operators run as they are written: not under autocast, a transform, or what watches each operator."""
+    if torch.is_anomaly_enabled() or torch.is_autocast_enabled(device) or _len_torch_dispatch_stack():
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
 def _weights_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
     for name, weight in module._parameters.items():
         if weight is not None:
             yield module._parameters, name, weight
 
 
-def _needs_gradient(each: Any) -> bool:
+def needs_gradient(each: Any) -> bool:
     return isinstance(each, torch.Tensor) and each.requires_grad
 
 

@@ -5,14 +5,18 @@
     OFF        no block can be recorded, or it is switched off
 
 A shape is recorded if the device waits for the host: most blocks of its last forward found the device without work when
-the host began to launch them. (A device that has work left would not be done earlier with a recording.) Recordings need
-memory beside the kept activations, which all shapes share. If it is not spare, or other batches need it, the recordings
-are freed, and begin anew after a pause that doubles each time.
+the host began to launch them. (A device that has work left would not be done earlier with a recording.)
+
+Recordings of blocks that keep their activations need memory beside these, which all shapes share. Where it is not
+spare, or most blocks stream, all blocks are recomputed instead: their recordings need the memory of one block
+(`RecomputedBlock`). If other batches need the memory, the recordings are freed, and begin anew after a pause that
+doubles each time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -22,6 +26,7 @@ from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
 from ds_slide.runtime.captured.checks import has_experts
 from ds_slide.runtime.captured.graphs import Memory
+from ds_slide.runtime.captured.recomputed import RecomputedBlock
 from ds_slide.runtime.captured.recordings import Recordings
 from ds_slide.runtime.captured.shapes import STEADY, SeenShape, Shapes
 from ds_slide.runtime.core.device import Device
@@ -36,6 +41,27 @@ class Phase(Enum):
     WAITING = auto()
     RECORDING = auto()
     OFF = auto()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What recordings of a batch would need. `nbytes`: of the activations of all blocks. `of_block`: of the block that
+    has the most. `gradient_bytes`: of the gradients of one block. `streams`: whether most blocks stream."""
+
+    nbytes: float
+    of_block: float
+    gradient_bytes: int
+    streams: bool
+
+    @property
+    def kept(self) -> float:
+        """Bytes where all blocks keep their activations."""
+        return (1 + BESIDE) * self.nbytes + 3 * self.gradient_bytes
+
+    @property
+    def recomputed(self) -> float:
+        """Bytes where all blocks are recomputed."""
+        return (1 + BESIDE) * self.of_block + 3 * self.gradient_bytes
 
 
 class Captures:
@@ -63,6 +89,8 @@ class Captures:
         self.shapes = Shapes()
         self._current: SeenShape | None = None
         """The shape of the newest forward."""
+        self.recomputes = False
+        """Whether all blocks that are recorded are recomputed."""
         self._is_stale = False
         """Whether the recordings are freed as soon as no graph needs them."""
         self._steps = 0
@@ -129,28 +157,43 @@ class Captures:
         """Whether no graph waits for the backward of a recording."""
         return self._memory is None or self._memory.stack.is_empty
 
-    def room_of(self, room: float, nbytes: int, gradient_bytes: int) -> tuple[float, int]:
+    def room_of(self, room: float, wanted: Wanted) -> tuple[float, int]:
         """Decide whether the forward that begins records its blocks. `room`: bytes that it may keep beside recordings.
-        `nbytes`: of the activations of all blocks. `gradient_bytes`: of one block. -> bytes that it may keep, and how
-        many of these are in the memory of recordings."""
+        -> bytes that it may keep, and how many of these are in the memory of recordings."""
         shape, held = self._current, self.nbytes
-        if self.phase is Phase.OFF or shape is None or shape.recordings is not None or not self._is_idle:
+        if self.phase is Phase.OFF or shape is None or not self._is_idle:
             return room, 0
-        fits = self._wanted is True or room + held >= (1 + BESIDE) * nbytes + 3 * gradient_bytes
-        if nbytes and room >= 0 and fits and self._is_due(shape):
-            self._memory = self._memory or self._own_memory()
-            self._memory.recorded_shapes += 1
-            shape.recordings = Recordings(self._memory, self._memory.recorded_shapes, copies=self._copies)
-            return room + held, held
-        if held and room < nbytes:
+        if shape.recordings is None and wanted.nbytes and room >= 0 and self._is_due(shape):
+            kept, recomputed = room + held >= wanted.kept, room + held >= wanted.recomputed
+            recomputes = self.recomputes if self._memory is not None else wanted.streams or not (kept or self._is_asked)
+            if self._is_asked or (recomputed if recomputes else kept):
+                self._memory = self._memory or self._own_memory()
+                self._memory.recorded_shapes += 1
+                self.recomputes = recomputes
+                shape.recordings = Recordings(self._memory, self._memory.recorded_shapes, copies=self._copies)
+                return (0.0, 0) if recomputes else (room + held, held)
+        if shape.recordings is not None:
+            return (min(room, 0.0) if self.recomputes else room), 0
+        if held and room < (0 if self.recomputes else wanted.nbytes):
             log.info(f"recordings of blocks are freed: batches of another shape need their {size(held)}")
             self._free()
             return room + held, 0
         return room, 0
 
+    def reserved(self, wanted: Wanted) -> float:
+        """Return the bytes to be left for the recordings to come, of blocks that are recomputed."""
+        is_slow = self._current is not None and (self._current.waited or self._current.recordings is not None)
+        may_come = self.phase is not Phase.OFF and is_slow and not self.nbytes
+        return wanted.recomputed if may_come else 0.0
+
     def _is_due(self, shape: SeenShape) -> bool:
-        is_slow = self._wanted is True or shape.waited
+        is_slow = self._is_asked or shape.waited
         return self.phase is Phase.RECORDING and is_slow and self.shapes.is_due(shape)
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether the JSON asks for recordings."""
+        return self._wanted is True
 
     def _own_memory(self) -> Memory:
         self._stream = self._stream or self._device.stream()
@@ -169,8 +212,9 @@ class Captures:
 
     @property
     def ready(self) -> frozenset[int]:
-        """The blocks that the forward that begins may replay: none while an older graph waits for its backward."""
-        return self.recorded if self._is_idle else frozenset()
+        """The blocks that keep their activations in recordings in the forward that begins: none while an older graph
+        waits for its backward."""
+        return self.recorded if self._is_idle and not self.recomputes else frozenset()
 
     def has_replayed(self, order: int) -> bool:
         """Whether the latest call of a block was a replay."""
@@ -179,13 +223,9 @@ class Captures:
 
     def block_of(self, call: BlockCall) -> Callable[[BlockCall], Any] | None:
         """Return what runs a call of a block that keeps all activations; None where it runs as it is written."""
-        unit, shape = call.unit, self._current
-        if self.phase is Phase.OFF or self._is_stale or unit.is_streamed or shape is None:
-            return None
-        if (recordings := shape.recordings) is None:
-            if self._wanted == "auto":
-                # A query of the stream, which does not wait, less than 2 us.
-                shape.note_issue(is_working=self._device.is_working())
+        unit = call.unit
+        recordings = self._recordings_for()
+        if unit.is_streamed or recordings is None or self.recomputes:
             return None
         if unit.order in recordings.blocks or recordings.lacks_memory:
             block = recordings.block_of(unit.order)
@@ -198,16 +238,44 @@ class Captures:
             self._device.release_cached()  # the pools may grow, and torch frees no cached memory in a recording
         return recordings.add(call, self._states[unit.order]).run
 
+    def recomputed(self, call: BlockCall) -> RecomputedBlock | None:
+        """Return what runs a call of a block that is recomputed; None where it runs through its checkpoint."""
+        unit = call.unit
+        recordings = self._recordings_for()
+        if recordings is None or not self.recomputes or recordings.lacks_memory:
+            return None
+        # Weights that are not all in their places when the block begins.
+        if unit.experts or unit.carried or unit.is_gathered:
+            return None
+        if call.mixing_form is None or (self._wanted == "auto" and has_experts(call.modules)):
+            return None
+        block = recordings.recomputed(call, self._states[unit.order])
+        return block if block.may_run(call) else None
+
+    def _recordings_for(self) -> Recordings | None:
+        """Return the recordings for a call in the newest forward. Where there are none, it is noted whether the device
+        waits for the host."""
+        shape = self._current
+        if self.phase is Phase.OFF or self._is_stale or shape is None:
+            return None
+        if shape.recordings is None and self._wanted == "auto":
+            # A query of the stream, which does not wait, less than 2 us.
+            shape.note_issue(is_working=self._device.is_working())
+        return shape.recordings
+
     # ---- a step ------------------------------------------------------------------------------------------------------
 
-    def end_step(self, *, is_settled: bool) -> None:
-        """End a step. `is_settled`: no decision about memory is to come in the next steps."""
+    def end_step(self, *, is_settled: bool) -> bool:
+        """End a step. `is_settled`: no decision about memory is to come in the next steps. -> whether blocks that kept
+        activations are recomputed from now on: their memory is spare."""
         if self.phase is Phase.OFF:
-            return
+            return False
         self._steps += 1
         self.phase = Phase.RECORDING if is_settled and self._steps >= self._pause else Phase.WAITING
-        if not self._has_said and not self._is_stale:
+        has_said = self._has_said
+        if not has_said and not self._is_stale:
             self._say([each.recordings for each in self.shapes.recorded if each.recordings is not None])
+        return self.recomputes and self._has_said and not has_said
 
     def _say(self, made: Sequence[Recordings]) -> None:
         """Say that blocks are recorded, or give up where none can be. `made`: the recordings so far."""
@@ -260,7 +328,7 @@ class Captures:
             for each in self.shapes.clear():
                 each.end()
             self._memory.close()
-            self._memory = None
+            self._memory, self.recomputes = None, False
             self._device.release_cached()
             self._pause = min(2 * self._pause, MOST_PAUSE)
         self._is_stale = self._might_replay = False

@@ -101,12 +101,13 @@ class Place:
         """Whether it has the contents of `source`, or may be filled with them."""
         return self._has(source) or not self._readers
 
-    def fill(self, source: torch.Tensor, reader: Token) -> None:
-        """Copy `source`, unless the place has its contents already. `reader`: of the forward that reads it."""
+    def fill(self, source: torch.Tensor, reader: Token | None) -> None:
+        """Copy `source`, unless the place has its contents already. `reader`: of a forward whose backward reads it."""
         if not self._has(source):
             self._memory.copy_(source)
             self._source, self._versions = weakref.ref(source), (source._version, self.tensor._version)
-        self._readers.add(reader)
+        if reader is not None:
+            self._readers.add(reader)
 
     def forget(self) -> None:
         """Forget whose contents it has: code that writes through `.data` changes no version."""

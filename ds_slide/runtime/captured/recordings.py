@@ -7,6 +7,10 @@ from ds_slide.runtime.activations.checkpointing import BlockCall
 from ds_slide.runtime.captured.block import CapturedBlock
 from ds_slide.runtime.captured.graphs import Memory
 from ds_slide.runtime.captured.inputs import SharedPlaces
+from ds_slide.runtime.captured.recomputed import RecomputedBlock
+
+ALL_SHAPES = -1
+"""The number that all shapes have in the memory of recomputed blocks."""
 
 
 class Recordings:
@@ -45,15 +49,22 @@ class Recordings:
 
     def add(self, call: BlockCall, state: BlockState) -> CapturedBlock:
         """Return a new block, whose call will be recorded."""
-        self.blocks[call.unit.order] = block = CapturedBlock(
-            call.modules,
-            call.unit.name,
-            state,
-            self._memory,
-            self.shared,
-            (self._number, len(self.blocks)),
-            copies=self._copies,
+        place = self._number, len(self.blocks)
+        block = CapturedBlock(
+            call.modules, call.unit.name, state, self._memory, self.shared, place, copies=self._copies
         )
+        self.blocks[call.unit.order] = block
+        return block
+
+    def recomputed(self, call: BlockCall, state: BlockState) -> RecomputedBlock:
+        """Return the block of a call that is recomputed."""
+        block = self.blocks.get(call.unit.order)
+        if not isinstance(block, RecomputedBlock):
+            place = ALL_SHAPES, 0  # their inputs lie in one place, too
+            block = RecomputedBlock(
+                call.modules, call.unit.name, state, self._memory, self.shared, place, copies=self._copies
+            )
+            self.blocks[call.unit.order] = block
         return block
 
     def release(self) -> None:

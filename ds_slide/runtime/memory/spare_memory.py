@@ -216,7 +216,8 @@ class SpareMemory:
         self._peak = self.need.peak
         if forwards:  # recordings begin when the use of memory has been decided
             is_settled = looks.step > LOOKS[-1] and not looks.coming & {looks.step + 1, looks.step + 2}
-            self.activations.captures.end_step(is_settled=is_settled)
+            if self.activations.captures.end_step(is_settled=is_settled):
+                looks.coming |= {looks.step + WARM_UPS[-1]}
 
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of `forwards` forwards."""
@@ -235,7 +236,8 @@ class SpareMemory:
         shape = self.need.shape
         if latest is None or shape is None:
             return None
-        room, gpu, states = self.room.of(None), self.room.budget.gpu, self.room.states
+        gpu, states = self.room.budget.gpu, self.room.states
+        room = self.room.of(None) - self.activations.reserved(shape)
         if room < 0:
             elsewhere = self.activations.movable_bytes(shape)
             room = min(0.0, self.room.of(None, elsewhere=elsewhere))
@@ -245,7 +247,7 @@ class SpareMemory:
         step = _measured(latest, self._updating.schedules().measured, inputs, forwards).recomputing(kept_s)
         slots = NO_SLOTS if states is None else states.slots(forwards)
         rate = (None if gpu is None else gpu.memory_rate()) or MEMORY_RATE
-        keepable = self.activations.costs.keepable(shape)
+        keepable = self.activations.keepable(shape)
         return Record(Offer(room, (), keepable, step, slots, rate, reserve), kept_s)
 
     def _share_out(self, record: Record) -> None:

@@ -286,10 +286,7 @@ class Window:
 
     def _request(self, unit: Unit, keep: Container[int]) -> Slot | None:
         """Request a block. `keep`: the blocks that must not make room, by `Unit.order`."""
-        # With a slot for each block, new weights come to the place of the old ones.
-        slot = self._slots_of.get(unit.order) if len(self.slots) >= len(self._order) else None
-        if slot is None or slot.unit is not unit or slot.bound:
-            slot = self._victim(keep)
+        slot = self._slot_for(unit, keep)
         if slot is None:
             return None
         slot.unit, slot.version = unit, unit.version
@@ -313,13 +310,22 @@ class Window:
         self._h2d.submit(job)
         return slot
 
-    def _victim(self, keep: Container[int]) -> Slot | None:
-        def kept(slot: Slot) -> bool:
-            return slot.unit is not None and slot.unit.order in keep and slot.holds(slot.unit)
+    def _slot_for(self, unit: Unit, keep: Container[int]) -> Slot | None:
+        """Return the slot that a block is to have. `keep`: see `_request`.
 
-        free = [slot for slot in self.slots if not slot.bound and not kept(slot)]
+        Blocks take the slots in turn. Blocks that follow each other, in either direction, then never want the same
+        slot, and a block comes back to its own one: a recording reads its weights there.
+        """
+
+        def is_free(slot: Slot) -> bool:
+            is_kept = slot.unit is not None and slot.unit.order in keep and slot.holds(slot.unit)
+            return not slot.bound and (slot.unit is unit or not is_kept)
+
+        own = self.slots[self._position[unit.order] % len(self.slots)]
+        if is_free(own):
+            return own
         # Stale or empty slots come first, then the slot whose block is last in the order.
-        return max(free, key=self._staleness, default=None)
+        return max(filter(is_free, self.slots), key=self._staleness, default=None)
 
     @staticmethod
     def _staleness(slot: Slot) -> tuple[bool, int]:

@@ -20,7 +20,7 @@ from torch import nn
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
-from ds_slide.runtime.captured.captures import Captures, Phase
+from ds_slide.runtime.captured.captures import Captures, Phase, Wanted
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
 from ds_slide.runtime.core.device import Device
@@ -73,7 +73,7 @@ class Run:
         shape = Shape(hidden.shape[0] * hidden.shape[1], hidden.shape[1])
         if torch.is_grad_enabled():
             self.captures.begin(shape)
-            self.captures.room_of(room, nbytes=100, gradient_bytes=1)
+            self.captures.room_of(room, Wanted(100, 50, 1, streams=False))
         for order, block in enumerate(self.blocks):
             hidden = self.cut(order, hidden)
             unit: Any = SimpleNamespace(order=order, name=f"block {order}", is_streamed=False)
