@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from activation_runs import MODELS, SCHEDULES, config_of, layers_of, llama, run
-from captured_runs import STEPS, captures_of, counted_replays
-from harness import Result, batches, differences, engine_for, states_of, train
+from activation_runs import MODELS, SCHEDULES, layers_of, run
+from captured_runs import STEPS, counted_replays
+from harness import batches, differences
 
 from ds_slide.runtime.captured.graphs import Graph
-from ds_slide.runtime.captured.recomputed import RecomputedBlock
-from ds_slide.runtime.weights.window import Window
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank")]
