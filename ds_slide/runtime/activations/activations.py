@@ -196,6 +196,8 @@ class Activations:
         self.costs.calls[order] += 1
         kept, is_mixed = self._bytes.setdefault(order, []), False
         self.inputs.enter(order)
+        if torch.is_grad_enabled():
+            self.captures.note_call()
         if not torch.is_grad_enabled():
             result = call.written(call.function, *call.inputs)
         elif order in forward.kept.whole and call.goes_through:

@@ -224,7 +224,7 @@ class Captures:
     def block_of(self, call: BlockCall) -> Callable[[BlockCall], Any] | None:
         """Return what runs a call of a block that keeps all activations; None where it runs as it is written."""
         unit = call.unit
-        recordings = self._recordings_for()
+        recordings = self._recordings
         if unit.is_streamed or recordings is None or self.recomputes:
             return None
         if unit.order in recordings.blocks or recordings.lacks_memory:
@@ -241,7 +241,7 @@ class Captures:
     def recomputed(self, call: BlockCall) -> RecomputedBlock | None:
         """Return what runs a call of a block that is recomputed; None where it runs through its checkpoint."""
         unit = call.unit
-        recordings = self._recordings_for()
+        recordings = self._recordings
         if recordings is None or not self.recomputes or recordings.lacks_memory:
             return None
         # Weights that are not all in their places when the block begins.
@@ -252,16 +252,22 @@ class Captures:
         block = recordings.recomputed(call, self._states[unit.order])
         return block if block.may_run(call) else None
 
-    def _recordings_for(self) -> Recordings | None:
-        """Return the recordings for a call in the newest forward. Where there are none, it is noted whether the device
-        waits for the host."""
-        shape = self._current
-        if self.phase is Phase.OFF or self._is_stale or shape is None:
+    @property
+    def _recordings(self) -> Recordings | None:
+        """The recordings for calls in the newest forward."""
+        if self.phase is Phase.OFF or self._is_stale or self._current is None:
             return None
-        if shape.recordings is None and self._wanted == "auto":
+        return self._current.recordings
+
+    def note_call(self) -> None:
+        """Note a call of a block in the newest forward. Where it has no recordings, it counts whether the device waits
+        for the host."""
+        shape = self._current
+        if self.phase is Phase.OFF or self._is_stale or shape is None or shape.recordings is not None:
+            return
+        if self._wanted == "auto":
             # A query of the stream, which does not wait, less than 2 us.
             shape.note_issue(is_working=self._device.is_working())
-        return shape.recordings
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,10 @@ class Graph:
             torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
             graph.reset()
             _INVALID.append(graph)
+            # The generator of random numbers still takes itself to be recorded. An empty recording ends that.
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(capture_error_mode="thread_local")
+            empty.capture_end()
 
     def replay(self) -> None:
         """Run the recorded operators on the stream that is current."""

@@ -79,6 +79,7 @@ class Run:
             unit: Any = SimpleNamespace(order=order, name=f"block {order}", is_streamed=False)
             function = functools.partial(Block.forward, block)
             call = BlockCall(unit, list(block.modules()), UNASKED, function, (hidden, mask))
+            self.captures.note_call()
             run = self.captures.block_of(call) if torch.is_grad_enabled() else None
             hidden = function(*call.inputs) if run is None else run(call)
             self.replays += run is not None and self.captures.has_replayed(order)
