@@ -172,17 +172,21 @@ class CapturedBlock:
         own = vars(self._module)
         before, written = own.get("forward", _ABSENT), self._module.forward
 
+        def put_back() -> None:
+            if before is _ABSENT:
+                own.pop("forward", None)
+            else:
+                own["forward"] = before
+
         def forward(*args: Any, **kwargs: Any) -> Any:
+            put_back()  # the block's state is looked at
             return self._forward(written, args, kwargs)
 
         own["forward"] = forward
         try:
             yield
         finally:
-            if before is _ABSENT:
-                del own["forward"]
-            else:
-                own["forward"] = before
+            put_back()
 
     def _forward(self, written: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = (args, kwargs)

@@ -151,6 +151,8 @@ class Captures:
             if shape.unused >= STEADY:
                 recordings.end()
                 shape.drop()
+                if not self.shapes.recorded:  # a pool of memory is lost with its last recording
+                    self._close_memory()
 
     @property
     def _is_idle(self) -> bool:
@@ -333,13 +335,17 @@ class Captures:
             self._memory.lent.take_back()
             for each in self.shapes.clear():
                 each.end()
-            self._memory.close()
-            self._memory, self.recomputes = None, False
-            self._device.release_cached()
+            self._close_memory()
             self._pause = min(2 * self._pause, MOST_PAUSE)
         self._is_stale = self._might_replay = False
         self._steps = self._pushed = 0
         self.phase = Phase.OFF if self.phase is Phase.OFF else Phase.WAITING
+
+    def _close_memory(self) -> None:
+        assert self._memory is not None
+        self._memory.close()
+        self._memory, self.recomputes = None, False
+        self._device.release_cached()
 
     def close(self) -> None:
         """Free the recordings for good."""

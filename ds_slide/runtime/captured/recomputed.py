@@ -169,8 +169,6 @@ class RecomputedBlock(CapturedBlock):
             return None
         if not recording.weights.are_there():
             self._misplaced += 1
-            if self._misplaced == MOST_MISPLACED:  # the block has another slot now, and is recorded anew
-                self.recording, self._misplaced = None, 0
             return None
         self._misplaced = 0
         is_alike = recording.signature.fits(*given) is not None
@@ -199,7 +197,8 @@ class RecomputedBlock(CapturedBlock):
         if not any(pattern):
             return [None] * (len(tensors) + len(use.trained))
         given, leaves = use.with_tensors(tensors)
-        if self.recording is None and not self.has_ended and is_plain_context(self._memory.device.torch.type):
+        is_due = self.recording is None or self._misplaced >= MOST_MISPLACED
+        if is_due and not self.has_ended and is_plain_context(self._memory.device.torch.type):
             self._record_both(use, given, leaves, gradients)
         recording = self._fitting(given, leaves)
         if recording is not None and recording.pattern == pattern:
@@ -219,7 +218,10 @@ class RecomputedBlock(CapturedBlock):
         before = use.watched.before
         if before is None:  # a recording was replayed in the forward
             return
+        earlier, self.recording = self.recording, None  # a pool of memory is lost with its last recording
+        self._misplaced = 0
         self._try_to_record(use.written, given, leaves, None)
+        del earlier
         if self.recording is None:
             return
         self.recording.before = before

@@ -73,7 +73,7 @@ class Run:
         shape = Shape(hidden.shape[0] * hidden.shape[1], hidden.shape[1])
         if torch.is_grad_enabled():
             self.captures.begin(shape)
-            self.captures.room_of(room, Wanted(100, 50, 1, streams=False))
+            self.captures.room_of(room, Wanted(100, 100, 1, streams=False))
         for order, block in enumerate(self.blocks):
             hidden = self.cut(order, hidden)
             unit: Any = SimpleNamespace(order=order, name=f"block {order}", is_streamed=False)
@@ -366,6 +366,43 @@ def test_shapes_are_recorded_where_memory_is_spare() -> None:
             if run.captures._memory is not None:
                 run.captures._memory.nbytes = held
         assert bool(run.replays) == fits, (number, room)
+
+
+@pytest.mark.parametrize(
+    ("room", "streams", "recomputes", "left"),
+    [
+        (132.9, False, True, 0.0),  # 1.3 times the activations of a block, and three gradients
+        (133.0, False, False, 133.0),
+        (133.0, True, True, 0.0),
+        (16.0, False, True, 0.0),
+        (15.9, False, None, 15.9),
+    ],
+)
+def test_all_blocks_are_recomputed_where_their_activations_find_no_room(
+    room: float, streams: bool, recomputes: bool | None, left: float
+) -> None:
+    run, shape, wanted = Run(wanted="auto"), Shape(8, 4), Wanted(100, 10, 1, streams=streams)
+    run.captures.phase = Phase.RECORDING
+    for _ in range(STEADY):
+        run.captures.begin(shape)
+        run.captures.note_call()
+        run.captures.end_forward(completed=True)
+    run.captures.begin(shape)
+    assert run.captures.room_of(room, wanted)[0] == left
+    assert (run.captures._memory is not None) == (recomputes is not None)
+    assert run.captures.recomputes == bool(recomputes)
+
+
+def test_memory_is_left_for_recordings_of_blocks_that_wait_for_the_host() -> None:
+    run, wanted = Run(wanted="auto"), Wanted(100, 10, 1, streams=True)
+    assert run.captures.reserved(wanted) == 0
+    for _ in range(2):
+        run.captures.begin(Shape(8, 4))
+        run.captures.note_call()
+        run.captures.end_forward(completed=True)
+    assert run.captures.reserved(wanted) == wanted.recomputed
+    run.captures.close()
+    assert run.captures.reserved(wanted) == 0
 
 
 def test_a_batch_that_needs_the_memory_of_recordings_frees_them() -> None:
