@@ -218,8 +218,7 @@ class RecomputedBlock(CapturedBlock):
         before = use.watched.before
         if before is None:  # a recording was replayed in the forward
             return
-        earlier, self.recording = self.recording, None  # a pool of memory is lost with its last recording
-        self._misplaced = 0
+        earlier = self._taken_out()  # a pool of memory is lost with its last recording
         self._try_to_record(use.written, given, leaves, None)
         del earlier
         if self.recording is None:
@@ -233,6 +232,10 @@ class RecomputedBlock(CapturedBlock):
             self._fail(ValueError("a result needs no gradient"))
         with self._memory.counted():
             self.release()
+
+    def _taken_out(self) -> Recording | None:
+        recording, self.recording, self._misplaced = self.recording, None, 0
+        return recording
 
     def _placed(self, recording: Recording, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Copy the gradients of results to the places that the recorded backward reads."""

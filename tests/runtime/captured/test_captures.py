@@ -395,6 +395,7 @@ def test_all_blocks_are_recomputed_where_their_activations_find_no_room(
 
 def test_memory_is_left_for_recordings_of_blocks_that_wait_for_the_host() -> None:
     run, wanted = Run(wanted="auto"), Wanted(100, 10, 1, streams=True)
+    run.captures.phase = Phase.WAITING
     assert run.captures.reserved(wanted) == 0
     for _ in range(2):
         run.captures.begin(Shape(8, 4))
