@@ -326,7 +326,9 @@ class Captures:
 
     def leave_weights(self) -> None:
         """Free the recordings because weights are about to move: now, or once no graph waits for its backward."""
+        pause = self._pause
         self.give_up()
+        self._pause = pause  # memory is not short
         self._is_stale = self._memory is not None
 
     def _free(self) -> None:
