@@ -5,18 +5,26 @@
     )
 
 Each 3-D parameter of experts is packed by bitsandbytes as soon as it has been read, so no copy of the model in bf16 is
-ever in memory. Then follow `prepare_model_for_kbit_training` of PEFT and the adapters. Needs transformers 5.24 and
-bitsandbytes 0.50.2. The script imports nothing of DS-Slide.
+ever in memory. Then follow `prepare_model_for_kbit_training` of PEFT and the adapters. Adapters on the experts
+(`target_parameters`) are put there inside of `as_parameters`:
+
+    with as_parameters(model):
+        model = get_peft_model(model, config)
+
+Needs transformers 5.24 and bitsandbytes 0.50.2. The script imports nothing of DS-Slide.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
 from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import BitsAndBytesConfig
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -94,3 +102,24 @@ def _is_of_experts(module: nn.Module, name: str) -> bool:
     if parameter is None or parameter.dim() != 3 or not hasattr(module, "num_experts"):
         return False
     return parameter[0].numel() % 64 == 0
+
+
+@contextmanager
+def as_parameters(model: nn.Module) -> Iterator[None]:
+    """Show the packed parameters as what they stand for: parameters of the same shape and data type, without memory of
+    their own. So `target_parameters` of PEFT finds them, and adapters get the names that they have on a base in bf16.
+    """
+    packed = [module for module in model.modules() if hasattr(module, "num_experts") and is_parametrized(module)]
+    lists = [module._modules.pop("parametrizations") for module in packed]
+    for module, of_module in zip(packed, lists, strict=True):
+        for name in sorted(of_module, reverse=True):  # gate_up_proj, down_proj: as the module had them
+            state = of_module[name][0].quant_state
+            shown = torch.empty((), dtype=state.dtype, device=state.absmax.device).expand(state.shape)
+            module._parameters[name] = nn.Parameter(shown, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, of_module in zip(packed, lists, strict=True):
+            for name in of_module:
+                del module._parameters[name]
+            module._modules["parametrizations"] = of_module

@@ -29,6 +29,7 @@ from ds_slide.integration.refused import REMOVE
 from ds_slide.model.experts import find_experts
 from ds_slide.model.layout import ParameterInfo, build_layout
 from ds_slide.model.structure import Precision, Precisions, UnitSpec, find_structure, parameter_numel, parameter_shape
+from ds_slide.patching.adapters import adapt_parametrized
 from ds_slide.patching.apply import Replaced, apply_kernels
 from ds_slide.patching.experts import bring_experts, stream_experts
 from ds_slide.patching.head import stream_head
@@ -89,6 +90,7 @@ def assemble(
         clients, cores = DeepSpeedClients(ranks.rank, process_group), _cores(ranks, device)
         runtime = build_runtime(module, Blueprint(unit_plans, plan, settings, ranks, device, clients, sharing, cores))
         kernels.patches.append(DividedTensors(runtime))
+        kernels.patches.extend(adapt_parametrized(module))
         kernels.patches.extend(_expert_patches(module, group_of if settings.trains else None, runtime))
         if head is not None:
             assert runtime.rows is not None

@@ -26,6 +26,7 @@ from ds_slide.integration.refused import (
     setting_problems,
 )
 from ds_slide.model.carried import TRAINED_DTYPES
+from ds_slide.model.experts import adapters_of_parameters
 from ds_slide.model.subclasses import can_be_taken_apart, is_made_of_tensors
 from ds_slide.optim.client import ClientRule, trial
 from ds_slide.optim.muon import MuonRule
@@ -80,6 +81,7 @@ def check_deepspeed_config(
         *(core_problems(slide) if trains else ()),
         *model_problems(model),
         *subclass_problems(model),
+        *adapter_problems(model),
         *(backward_problems(model) if trains else ()),
         *optimizer_choice_problems(config.optimizer_name, client_optimizer),
     )
@@ -423,6 +425,26 @@ def subclass_problems(model: nn.Module) -> Iterator[str]:
                 "freeze it with requires_grad_(False), or build the model without tensor subclasses"
             )
             return
+
+
+def adapter_problems(model: nn.Module) -> Iterator[str]:
+    """Yield a problem for packed experts that PEFT was to adapt and has not found. It looks for parameters by name, and
+    says nothing where another target matches."""
+    configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
+    targets = {target for config in configs.values() for target in getattr(config, "target_parameters", None) or ()}
+    adapted = adapters_of_parameters(model) if targets else {}
+    for path, module in model.named_modules() if targets else ():
+        there = {wrapper.parameter_name for wrapper in adapted.get(module, ())}
+        for name in getattr(module, "parametrizations", {}).keys() - there:
+            place = f"{path}.{name}".replace(".base_layer", "").removeprefix("base_model.model.")
+            for target in targets:
+                if f".{place}".endswith(f".{target}"):
+                    yield (
+                        f"target_parameters has {target}, but PEFT has put no adapter on {place}, because it is "
+                        "packed; call get_peft_model inside of as_parameters (examples/packed_experts.py), or give "
+                        "full names"
+                    )
+                    return
 
 
 def backward_problems(model: nn.Module) -> Iterator[str]:

@@ -43,12 +43,12 @@ def find_experts(root: nn.Module, trained: Collection[nn.Parameter] | None) -> t
     optimizer."""
     found: list[Experts] = []
     reasons: dict[str, str] = {}
-    adapters = _adapters(root)
+    adapters = adapters_of_parameters(root)
     for path, module in root.named_modules():
         if not all(hasattr(module, mark) for mark in _MARKS):
             continue
         names = tuple(_three_dimensional(module))
-        around = tuple(adapters[id(module)])
+        around = tuple(adapters[module])
         reason = _why_whole(module, names, trained, around)
         if reason is None:
             found.append(Experts(path, module, names, around))
@@ -57,16 +57,16 @@ def find_experts(root: nn.Module, trained: Collection[nn.Parameter] | None) -> t
     return found, reasons
 
 
-def _adapters(root: nn.Module) -> dict[int, list[nn.Module]]:
-    """Return PEFT's wrappers of `target_parameters` by the id of the module whose parameters they adapt, the outermost
-    first. Each wraps the next one."""
+def adapters_of_parameters(root: nn.Module) -> dict[nn.Module, list[Any]]:
+    """Return PEFT's wrappers of `target_parameters` by the module whose parameters they adapt. The outermost comes
+    first, and each wraps the next one."""
     found = defaultdict(list)
     for wrapper in root.modules():
         base: Any = wrapper
         while hasattr(base, "parameter_name") and hasattr(base, "base_layer"):
             base = base.base_layer
         if base is not wrapper:
-            found[id(base)].append(wrapper)
+            found[base].append(wrapper)
     return found
 
 
@@ -81,12 +81,12 @@ def _why_whole(
 ) -> str | None:
     """Return why the experts of a module cannot move in parts; None where they can."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if "parametrizations" in module._modules or not names:
+        return "it has no 3-D parameters of its own, but parametrizations or another form"
     if not all(hasattr(each, "get_delta_factors") for each in adapters):
         return "its adapters (target_parameters) are added to the whole 3-D parameter by PEFT before 0.21"
     if any(each.parameter_name not in names for each in adapters) or (adapters and module.num_experts == 1):
         return "its adapters (target_parameters) are on other parameters than those of several experts"
-    if "parametrizations" in module._modules or not names:
-        return "it has no 3-D parameters of its own, but parametrizations or another form"
     if len(own) != sum(1 for _ in module.parameters()):
         return "a module inside of it has parameters, too"
     if trained is not None and any(each in trained or each.requires_grad for each in own.values()):

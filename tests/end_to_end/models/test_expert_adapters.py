@@ -13,7 +13,8 @@ import torch
 from all_mixed import all_mixed
 from fused_experts import EXPERT_BYTES, EXPERTS, LAYERS, ON_EXPERTS, TOP_K, adapted_mixture, fetched
 from harness import Result, batches, causal_loss, differences, ds_config, engine_for, plain_training, states_of, train
-from packed import forward_between
+from packed import PackedTensor, forward_between
+from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.integration.parameters import ParameterProtocol
@@ -170,3 +171,48 @@ def test_an_exception_in_an_expert_leaves_the_adapters_usable(monkeypatch: pytes
         found = train(engine, batches(1))
         found.states = states_of(model)
     assert differences(found, plain) == []
+
+
+def with_packed_experts(model: Any) -> Any:
+    """`model` with its experts in a tensor subclass, which the engine takes apart into a parametrization."""
+    for module in model.modules():
+        for name in ("gate_up_proj", "down_proj"):
+            weight = module._parameters.get(name)
+            if weight is not None and weight.dim() == 3:
+                module._parameters[name] = nn.Parameter(PackedTensor.of(weight.detach()), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("targets", [ON_EXPERTS, ON_EXPERTS[:1]], ids=["both", "one"])
+@pytest.mark.parametrize(("shape", "checkpoints"), [("qwen3", "hooks"), ("gpt-oss", "none"), ("gpt-oss", "reentrant")])
+def test_adapters_on_packed_experts_are_plain_torchs(shape: str, checkpoints: str, targets: list[str]) -> None:
+    """PEFT alone adds to a parametrized parameter in its first forward only."""
+
+    def made() -> Any:
+        return with_packed_experts(adapted_mixture(shape, None, CHECKPOINTS[checkpoints], targets=targets))
+
+    plain, model = plain_training(made(), batches(2), 1.0, loss_of=forward_between), made()
+    found = trained(model, WHOLE, batches(2), forward_between)
+    assert any(states["weight"].dtype == torch.int8 for states in found.states.values())
+    for each in (plain, found):  # the names of what the engine has taken apart are others
+        each.states = {name: states for name, states in each.states.items() if "master" in states}
+    assert sum("experts" in name for name in found.states) == LAYERS * 2 * len(targets)
+    assert differences(found, plain) == []
+
+
+def test_adapters_on_packed_experts_are_switched_and_disabled_and_not_merged() -> None:
+    model, plain = (with_packed_experts(adapted_mixture("qwen3", names=("first", "second"))) for _ in range(2))
+    ids = batches(1)[0]["input_ids"]
+    with engine_for(model, ds_config(WHOLE)) as engine, torch.no_grad():
+        for active in ("first", ["first", "second"], "second", "first"):
+            for each in (model, plain):
+                each.base_model.set_adapter(active)
+            assert torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+        with model.disable_adapter(), plain.disable_adapter():
+            assert torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+    for after in (nullcontext(), deepspeed.zero.GatheredParameters(list(model.parameters()))):
+        with (
+            after,
+            pytest.raises(SlideError, match="the adapter on down_proj cannot be merged, because that parameter"),
+        ):
+            model.merge_and_unload()

@@ -14,6 +14,7 @@ from harness import batches, differences, ds_config, engine_for, llama, plain_tr
 from packed import SHAPE, forward_between
 from torch import nn
 
+from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.model.carried import packed_tensors
 
 pytest.importorskip("bitsandbytes")
@@ -116,19 +117,37 @@ def test_losses_and_states_are_plain_torchs(case: str, saved: dict[bool, Path]) 
     assert differences(found, plain) == []
 
 
-def test_experts_are_packed_while_the_checkpoint_is_loaded(
-    saved: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By `examples/packed_experts.py`, one expert after the other: as bitsandbytes packs a whole parameter."""
-    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+@pytest.fixture
+def packed_experts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `examples/packed_experts.py`."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    return importlib.import_module("packed_experts")
+
+
+def packed_mixture(path: Path, packed_experts: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
-    packed_experts: Any = importlib.import_module("packed_experts")
     options = {"device_map": {"": "cpu"}, "dtype": torch.bfloat16}
-    found = AutoModelForCausalLM.from_pretrained(
-        saved[True], quantization_config=packed_experts.PackedExpertsConfig(), **options
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=packed_experts.PackedExpertsConfig(), **options
     )
+
+
+def widened_mixture(path: Path, packed_experts: Any) -> Any:
+    """The same numbers, with experts in bf16."""
+    model, packed = base_of("nf4 double", path), dict(packed_mixture(path, packed_experts).named_modules())
+    for place, module in model.named_modules():
+        for name in ("gate_up_proj", "down_proj"):
+            if name in module._parameters:
+                module._parameters[name].data = getattr(packed[place], name).detach()
+    return model
+
+
+def test_experts_are_packed_while_the_checkpoint_is_loaded(saved: dict[bool, Path], packed_experts: Any) -> None:
+    """By `examples/packed_experts.py`, one expert after the other: as bitsandbytes packs a whole parameter."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    found = packed_mixture(saved[True], packed_experts)
     expected: Any = base_of("nf4 double", saved[True])
     for layer in expected.model.layers:
         for name in ("gate_up_proj", "down_proj"):
@@ -139,6 +158,63 @@ def test_experts_are_packed_while_the_checkpoint_is_loaded(
         path = f"model.layers.2.mlp.experts.parametrizations.{name}"
         beside = [list(packed_tensors(model.get_submodule(path))) for model in (found, expected)]
         assert len(beside[1]) == 5 and all(map(torch.equal, *beside))
+
+
+@pytest.mark.parametrize("targets", [EXPERTS["target_parameters"], EXPERTS["target_parameters"][:1]])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_adapters_on_packed_experts_are_those_on_widened_ones(
+    checkpointed: bool, targets: list[str], saved: dict[bool, Path], packed_experts: Any, tmp_path: Path
+) -> None:
+    """In plain torch PEFT fails on the packed ones in the second forward. What was trained is saved, and read on a base
+    whose experts are in bf16."""
+    from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+
+    def made(base: Any) -> Any:
+        model = prepare_model_for_kbit_training(
+            base, use_gradient_checkpointing=checkpointed, gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        torch.manual_seed(3)
+        settings = LoraConfig(r=4, init_lora_weights=False, **(EXPERTS | {"target_parameters": targets}))
+        with packed_experts.as_parameters(model):
+            return get_peft_model(model, settings).train()
+
+    plain = plain_training(
+        cast(made(widened_mixture(saved[True], packed_experts))), batches(2), 1.0, loss_of=forward_between
+    )
+    model = made(packed_mixture(saved[True], packed_experts))
+    with engine_for(model, ds_config(WINDOW)) as engine:
+        found = train(engine, batches(2), forward_between)
+        found.states = states_of(model)
+        engine.eval()
+        with torch.no_grad():
+            logits = engine(**batches(1)[0]).logits
+        with deepspeed.zero.GatheredParameters([p for p in model.parameters() if p.requires_grad]):
+            model.save_pretrained(tmp_path)
+        with pytest.raises(SlideError, match=r"the adapter on \w+_proj cannot be merged, because .* is packed"):
+            model.merge_and_unload()
+    for each in (plain, found):
+        each.states = {name: states for name, states in each.states.items() if "master" in states}
+    assert sum("experts" in name for name in found.states) == 4 * 2 * len(targets)
+    assert differences(found, plain) == []
+    offline = cast(PeftModel.from_pretrained(widened_mixture(saved[True], packed_experts), tmp_path)).eval()
+    for module in offline.modules():  # bitsandbytes has another multiplication for evaluations on some CPUs
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    with torch.no_grad():
+        assert torch.equal(offline(**batches(1)[0]).logits, logits)
+
+
+def test_packed_experts_that_peft_has_not_found_are_refused(saved: dict[bool, Path], packed_experts: Any) -> None:
+    """PEFT says nothing, because `q_proj` was found."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(packed_mixture(saved[True], packed_experts), LoraConfig(r=4, **EXPERTS))
+    message = (
+        r"target_parameters has mlp\.experts\.\w+_proj, but PEFT has put no adapter on model\.layers\.0\.mlp\.experts\."
+        r"\w+_proj, because it is packed; call get_peft_model inside of as_parameters"
+    )
+    with pytest.raises(SlideConfigError, match=message), engine_for(model, ds_config(WINDOW)):
+        pass
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
