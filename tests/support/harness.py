@@ -253,9 +253,10 @@ def differences(left: Result, right: Result) -> list[str]:
 
 
 def to_bf16(model: nn.Module) -> nn.Module:
-    """As DeepSpeed does it under ZeRO-3: parameters only, tables such as the rotary one stay in fp32."""
+    """As DeepSpeed does it under ZeRO-3: parameters only, tables such as the rotary one stay in fp32, and integers."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.bfloat16()
     return model
 
 
