@@ -237,8 +237,10 @@ def _weights_stay(engine: Any, model: nn.Module, *_args: Any, **_kwargs: Any) ->
         yield
         return
     from ds_slide.model.subclasses import take_apart
+    from ds_slide.patching.adapters import refuse_merging
 
     take_apart(model)  # before DeepSpeed converts and moves parameters
+    refuse_merging(model)
     with weights_stay(engine):
         yield
 

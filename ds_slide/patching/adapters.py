@@ -1,4 +1,4 @@
-"""PEFT's `target_parameters` on parameters that a parametrization makes: packed experts.
+"""PEFT's adapters on parameters that a parametrization makes: `target_parameters` on packed experts, and merging.
 
 PEFT adds an adapter to such a parameter as one more parametrization, for the length of a forward. With PEFT 0.21 that
 fails. The addition is not taken away again, so the next forward raises an error, or adds it twice. And with adapters on
@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from ds_slide.errors import SlideError
 from ds_slide.model.experts import adapters_of_parameters
+from ds_slide.model.subclasses import Rebuilt
 from ds_slide.patching.kinds import Forward, ForwardPatch, replace_forward
 
 
@@ -50,14 +51,27 @@ def adapt_parametrized(root: nn.Module) -> Iterator[ForwardPatch]:
     for base, wrappers in adapters_of_parameters(root).items():
         for wrapper in wrappers:
             if parametrize.is_parametrized(base, wrapper.parameter_name):
-                vars(wrapper)["merge"] = functools.partial(_refuse_merge, wrapper.parameter_name)
+                vars(wrapper)["merge"] = functools.partial(_refuse_merge, wrapper.parameter_name, "a base in bf16")
                 yield replace_forward(wrapper, "experts", _adding)
 
 
-def _refuse_merge(name: str, *_args: Any, **_options: Any) -> None:
+def refuse_merging(root: nn.Module) -> None:
+    """Let PEFT's adapters in `root` on weights that were taken apart merge no more. PEFT would put another weight in
+    the place, and the rest of the base would keep the names of its parts."""
+    for path, layer in root.named_modules():
+        base: Any = getattr(layer, "base_layer", None)
+        if hasattr(layer, "merge") and parametrize.is_parametrized(base) and _has_parts(base.parametrizations):
+            vars(layer)["merge"] = functools.partial(_refuse_merge, path, "a fresh base")
+
+
+def _has_parts(parametrizations: nn.Module) -> bool:
+    return any(isinstance(each, Rebuilt) for each in parametrizations.modules())
+
+
+def _refuse_merge(name: str, base: str, *_args: Any, **_options: Any) -> None:
     raise SlideError(
-        f"the adapter on {name} cannot be merged, because that parameter is packed and PEFT would add to a copy; save "
-        "the adapters, load them on a base in bf16, and merge there"
+        f"the adapter on {name} cannot be merged, because the packed weight is made anew at each read; save the "
+        f"adapters, load them on {base}, and merge there"
     )
 
 

@@ -13,10 +13,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
-from harness import Result, batches, differences, ds_config, engine_for, on_ssd, plain_training, states_of, train
-from packed import BITSANDBYTES, PLAIN, SUBCLASSES, TORCHAO, PackedTensor, forward_between, packed_model
+from harness import (
+    Result,
+    batches,
+    differences,
+    ds_config,
+    engine_for,
+    llama,
+    on_ssd,
+    plain_training,
+    states_of,
+    to_bf16,
+    train,
+)
+from packed import BITSANDBYTES, PLAIN, SHAPE, SUBCLASSES, TORCHAO, PackedTensor, forward_between, pack, packed_model
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.activation import move_all_but_parameters
@@ -283,3 +296,18 @@ def test_a_subclass_that_trains_is_refused() -> None:
         engine_for(model, ds_config(WINDOW)),
     ):
         pass
+
+
+def test_adapters_on_a_subclass_are_not_merged() -> None:
+    """In plain torch it depends on the subclass. PEFT would look for a weight that is there no more."""
+    peft = pytest.importorskip("peft")
+    model = pack(to_bf16(llama(0, **SHAPE)), "subclass")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    message = r"the adapter on .*layers\.0\.self_attn\.q_proj cannot be merged, .* load them on a fresh base"
+    with engine_for(model, ds_config(WINDOW)) as engine:
+        train(engine, batches(1))
+        with deepspeed.zero.GatheredParameters(list(model.parameters())), pytest.raises(SlideError, match=message):
+            model.merge_and_unload()
+    with pytest.raises(SlideError, match=message):
+        model.merge_and_unload()

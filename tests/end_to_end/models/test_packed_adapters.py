@@ -4,6 +4,7 @@ torch. See `test_packed` for where these tests run."""
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_adapters_on_packed_experts_are_those_on_widened_ones(
             logits = engine(**batches(1)[0]).logits
         with deepspeed.zero.GatheredParameters([p for p in model.parameters() if p.requires_grad]):
             model.save_pretrained(tmp_path)
-        with pytest.raises(SlideError, match=r"the adapter on \w+_proj cannot be merged, because .* is packed"):
+        with pytest.raises(SlideError, match=r"the adapter on \w+_proj cannot be merged, because the packed weight is"):
             model.merge_and_unload()
     for each in (plain, found):
         each.states = {name: states for name, states in each.states.items() if "master" in states}
@@ -217,17 +218,17 @@ def test_packed_experts_that_peft_has_not_found_are_refused(saved: dict[bool, Pa
         pass
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("kind", "checkpointed"), [("Int8", False), ("Int8", True), ("Float8", True)])
 def test_torchaos_subclasses_have_the_losses_and_adapters_of_plain_torch(
-    checkpointed: bool, saved: dict[bool, Path], tmp_path: Path
+    kind: str, checkpointed: bool, saved: dict[bool, Path], tmp_path: Path
 ) -> None:
-    """The engine takes them apart, so that their names are others."""
+    """The engine takes them apart, so that their names are others, and adapters are merged on a fresh base."""
     quantization = pytest.importorskip("torchao.quantization")
     from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
     def base() -> nn.Module:
-        packed = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+        packed = TorchAoConfig(getattr(quantization, f"{kind}WeightOnlyConfig")())
         options = {"device_map": {"": "cpu"}, "dtype": torch.bfloat16}
         return AutoModelForCausalLM.from_pretrained(saved[False], quantization_config=packed, **options)
 
@@ -241,7 +242,8 @@ def test_torchaos_subclasses_have_the_losses_and_adapters_of_plain_torch(
         settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
         return get_peft_model(model, LoraConfig(**settings)).train()
 
-    plain, model = plain_training(cast(made()), batches(2), 1.0, loss_of=forward_between), made()
+    whole, model = cast(made()), made()
+    plain = plain_training(whole, batches(2), 1.0, loss_of=forward_between)
     tokens = torch.arange(1, 9)[None]
     with engine_for(model, ds_config(WINDOW)) as engine:
         found = train(engine, batches(2), forward_between)
@@ -249,12 +251,33 @@ def test_torchaos_subclasses_have_the_losses_and_adapters_of_plain_torch(
         generated = model.eval().generate(input_ids=tokens, max_new_tokens=8, do_sample=False)
         with deepspeed.zero.GatheredParameters([p for p in model.parameters() if p.requires_grad]):
             model.save_pretrained(tmp_path)
+        refuses_to_merge(model)
+    refuses_to_merge(model)
     for each in (plain, found):
         each.states = {name: states for name, states in each.states.items() if "master" in states}
     assert differences(found, plain) == []
     offline = cast(PeftModel.from_pretrained(base(), tmp_path)).eval()
     assert torch.equal(offline.generate(input_ids=tokens, max_new_tokens=8, do_sample=False), generated)
-    offline.merge_and_unload()
+    merged, expected = (dict(each.merge_and_unload().named_parameters()) for each in (offline, whole))
+    assert merged.keys() == expected.keys()
+    assert sum(hasattr(each, "__tensor_flatten__") for each in merged.values()) == 5 * 7
+    for name, weight in expected.items():
+        assert type(merged[name]) is type(weight) and torch.equal(numbers(merged[name]), numbers(weight)), name
+
+
+def numbers(weight: Any) -> torch.Tensor:
+    return weight.dequantize() if hasattr(weight, "__tensor_flatten__") else weight
+
+
+def refuses_to_merge(model: Any) -> None:
+    """Whether its weights are here or not, and it says the way out. Nothing has changed then."""
+    message = (
+        r"the adapter on .*_proj cannot be merged, .*; save the adapters, load them on a fresh base, and merge there"
+    )
+    for here in (nullcontext(), deepspeed.zero.GatheredParameters(list(model.parameters()))):
+        with here, pytest.raises(SlideError, match=message):
+            model.merge_and_unload()
+    assert not any(getattr(layer, "merged", False) for layer in model.modules())
 
 
 def test_adapters_resume_generate_save_and_merge(saved: dict[bool, Path], tmp_path: Path) -> None:
