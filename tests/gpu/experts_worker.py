@@ -13,7 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from fused_experts import adapted_mixture, mixture
+from fused_experts import adapted_mixture, mixture, with_packed_experts
 from harness import batches, ds_config, plain_training
 
 ON_CPU = os.environ.get("DS_ACCELERATOR") == "cpu"
@@ -36,7 +36,8 @@ OPTIONS = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_toke
 def model_of(shape: str, implementation: str) -> Any:
     shape, _, adapters = shape.partition(" ")
     make = adapted_mixture if adapters else mixture
-    return make(shape, implementation, None, hidden_size=WIDTH, num_hidden_layers=BLOCKS, **SIZES[shape])
+    model = make(shape, implementation, None, hidden_size=WIDTH, num_hidden_layers=BLOCKS, **SIZES[shape])
+    return with_packed_experts(model) if adapters == "packed" else model
 
 
 def trained(shape: str, implementation: str, way: str) -> dict[str, Any]:
@@ -74,6 +75,8 @@ def main() -> None:
         for implementation in ("grouped_mm", "eager")
         for way in ("plain", *SLIDE)
     }
+    for way in ("plain", "whole"):  # packed experts do not move in parts
+        found[f"qwen3 packed {way}"] = trained("qwen3 packed", "grouped_mm", way)
     Path(sys.argv[1]).write_text(json.dumps(found))
 
 

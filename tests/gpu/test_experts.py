@@ -53,3 +53,11 @@ def test_experts_pass_through_small_buffers_twice_a_step(
     # 64 tokens with 4 experts each use most. The rest of a block is small.
     assert 1.2 * experts <= parts["up"] <= 2.1 * experts
     assert whole["window"] - parts["window"] >= 2 * EXPERTS * EXPERT_BYTES
+
+
+def test_adapters_on_packed_experts_follow_plain_torch(trained: dict[str, Any]) -> None:
+    """A slot has a byte for each weight."""
+    plain, whole = (trained[f"qwen3 packed {way}"] for way in ("plain", "whole"))
+    assert whole["losses"][0] == pytest.approx(plain["losses"][0], rel=1e-4)
+    assert whole["losses"] == pytest.approx(plain["losses"], rel=2e-3)
+    assert whole["window"] < 0.7 * trained["qwen3 grouped_mm whole"]["window"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from adapters import Adapter
 from harness import VOCABULARY, to_bf16
+from packed import PackedTensor
 from torch import nn
 
 EXPERTS, TOP_K, WIDTH, INNER, LAYERS = 8, 2, 64, 32, 3
@@ -116,6 +117,16 @@ def adapted_mixture(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
         model.enable_input_require_grads()
     return to_bf16(model).train()
+
+
+def with_packed_experts(model: Any) -> Any:
+    """`model` with its experts in a tensor subclass, which the engine takes apart into a parametrization."""
+    for module in model.modules():
+        for name in ("gate_up_proj", "down_proj"):
+            weight = module._parameters.get(name)
+            if weight is not None and weight.dim() == 3:
+                module._parameters[name] = nn.Parameter(PackedTensor.of(weight.detach()), requires_grad=False)
+    return model
 
 
 def fetched(engine: Any) -> int:

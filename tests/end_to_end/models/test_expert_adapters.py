@@ -11,10 +11,18 @@ import deepspeed
 import pytest
 import torch
 from all_mixed import all_mixed
-from fused_experts import EXPERT_BYTES, EXPERTS, LAYERS, ON_EXPERTS, TOP_K, adapted_mixture, fetched
+from fused_experts import (
+    EXPERT_BYTES,
+    EXPERTS,
+    LAYERS,
+    ON_EXPERTS,
+    TOP_K,
+    adapted_mixture,
+    fetched,
+    with_packed_experts,
+)
 from harness import Result, batches, causal_loss, differences, ds_config, engine_for, plain_training, states_of, train
-from packed import PackedTensor, forward_between
-from torch import nn
+from packed import forward_between
 
 from ds_slide.errors import SlideError
 from ds_slide.integration.parameters import ParameterProtocol
@@ -171,16 +179,6 @@ def test_an_exception_in_an_expert_leaves_the_adapters_usable(monkeypatch: pytes
         found = train(engine, batches(1))
         found.states = states_of(model)
     assert differences(found, plain) == []
-
-
-def with_packed_experts(model: Any) -> Any:
-    """`model` with its experts in a tensor subclass, which the engine takes apart into a parametrization."""
-    for module in model.modules():
-        for name in ("gate_up_proj", "down_proj"):
-            weight = module._parameters.get(name)
-            if weight is not None and weight.dim() == 3:
-                module._parameters[name] = nn.Parameter(PackedTensor.of(weight.detach()), requires_grad=False)
-    return model
 
 
 @pytest.mark.parametrize("targets", [ON_EXPERTS, ON_EXPERTS[:1]], ids=["both", "one"])
