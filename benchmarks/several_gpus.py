@@ -98,7 +98,9 @@ def plans(nvme_path: str) -> dict[str, list[Setting]]:
             for transport in ({}, {"share_weights": False})
         ],
         "four": side_by_side(41),
+        "four-rest": side_by_side(41)[3:],
         "four-fewer": side_by_side(11),
+        "four-fewer-rest": side_by_side(11)[3:],
         "four-stock": [Setting("stock", clip=1.0, steps=8, warmup=2)],
         "large-7b": large(5, "qwen2.5-7b"),
         "large-14b": large(4, "qwen2.5-14b"),
@@ -106,6 +108,8 @@ def plans(nvme_path: str) -> dict[str, list[Setting]]:
         "images": [Setting("slide", "qwen2.5-vl-3b", images=2, batch=4, steps=11, warmup=9)],
         "tiny-four": side_by_side(3, warmup=2, model="tiny", seq=128),
         "tiny-four-stock": [Setting("stock", "tiny", seq=128, steps=3, warmup=2)],
+        "tiny-four-rest": side_by_side(3, warmup=2, model="tiny", seq=128)[3:],
+        "tiny-four-fewer-rest": side_by_side(3, warmup=2, model="tiny", seq=128)[3:],
         "tiny-four-fewer": side_by_side(3, warmup=2, model="tiny", seq=128),
         "tiny-large-7b": large(2, "tiny", seq=64),
         "tiny-large-lora": large(2, "tiny", seq=64, adapter=4),

@@ -8,8 +8,10 @@
 # section      GPUs     estimate   what
 # info         -           5 s     topology, cores, NUMA, memory, disk
 # doctor       0123       60 s     `ds-slide doctor`: one GPU, then each rank alone and all at once, with pairs of ranks
-# four         0123     250-280 s  3 B slide, 50 steps each: 8x2048 c1, varying 1x2048x4 c1, 2x2048x4 c1, 8x2048 c0, 2x2048x4 c0, 1x2048x4 c1, varying c0
-# pairs        012 + 3  170 s      the same with 20 steps on GPU 0 and on GPUs 1,2, and the longest sequence of GPU 3 (40 GiB of it), side by side, 16 cores a rank
+# four         0123     450 s      3 B slide, 50 steps each: 8x2048 c1, varying 1x2048x4 c1, 2x2048x4 c1 (220 s), then as in `rest`
+# rest         0123     230 s      8x2048 c0, 2x2048x4 c0, 1x2048x4 c1, varying c0
+# pairs        012 + 3  340 s      `four` with 20 steps on GPU 0 and on GPUs 1,2, and the longest sequence of GPU 3 (40 GiB of it), side by side, 16 cores a rank
+# pairs_rest   012      180 s      `rest` with 20 steps on GPU 0 and on GPUs 1,2
 # stock        0123      90 s      3 B stock 8x2048 c1, 10 steps (compiles cpu_adam if `warm` has not)
 # one, two     0 / 12    150 s     the two parts of `pairs` by themselves, 16 cores a rank
 # images       0123      45 s      Qwen2.5-VL-3B, images on ranks 0 and 1, 20 steps
@@ -20,7 +22,7 @@
 # seq1         0         40 s      65,536 tokens on one whole GPU, slide
 # whole        0 + 12   170 s      longest on whole cards (optional)
 # tests        01 + 23  200 s      test_hangs.py and test_ranks_that_differ.py, two pytest processes
-# groups: first = warm info four; second = pairs stock images; third = large7 large14 lora32; fourth = sequences tests
+# groups: first = warm info four; second = pairs stock images; third = large7 large14 lora32; fourth = sequences tests; fifth = rest pairs_rest
 set -u
 : "${OUT:?}"
 BUDGET=${BUDGET:-300} WORK=${WORK:-/tmp/four} TINY=${TINY:-}
@@ -71,16 +73,21 @@ warm() { (python3 -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAd
 info() {
   { date; nvidia-smi; nvidia-smi topo -m; lscpu | grep -iE 'model name|numa|^cpu\(s\)|socket'; free -g; df -h / /dev/shm /tmp; git log -1 --oneline; } > "$WORK/info.txt" 2>&1; grep -aE 'NUMA node|GPU[0-9].*NV|Mem:' "$WORK/info.txt" | head -12
 }
-doctor() { timeout -k 5 150 ds-slide doctor ${TINY:+--ranks 4} > "$WORK/doctor.log" 2>&1; tail -40 "$WORK/doctor.log"; }
-four() { plan 285 110 0,1,2,3 "$(part 0 4)" 29601 four four; }
+doctor() { timeout -k 5 150 python3 -m ds_slide doctor ${TINY:+--ranks 4} > "$WORK/doctor.log" 2>&1; tail -40 "$WORK/doctor.log"; }
+four() { plan 480 110 0,1,2,3 "$(part 0 4)" 29601 four four; }
+rest() { plan 285 110 0,1,2,3 "$(part 0 4)" 29601 rest four-rest; }
 stock() { plan 110 100 0,1,2,3 "$(part 0 4)" 29602 stock four-stock; }
 images() { plan 80 70 0,1,2,3 "$(part 0 4)" 29603 images images; }
 large7() { plan 100 90 0,1,2,3 "$(part 0 4)" 29604 large7 large-7b; }
 large14() { plan 140 130 0,1,2,3 "$(part 0 4)" 29605 large14 large-14b; }
 lora32() { plan 180 170 0,1,2,3 "$(part 0 4)" 29606 lora32 large-lora; }
-one() { plan 200 80 0 "$(part 0 1)" 29611 one four-fewer; }
-two() { plan 200 80 1,2 "$(part 1 3)" 29612 two four-fewer; }
+one() { plan 400 80 0 "$(part 0 1)" 29611 one four-fewer; }
+two() { plan 400 80 1,2 "$(part 1 3)" 29612 two four-fewer; }
 pairs() { one & local a=$!; two & local b=$!; longest1 3 "$(part 3 4)" & wait "$a" "$b" $!; }
+pairs_rest() {
+  plan 200 80 0 "$(part 0 1)" 29611 one-rest four-fewer-rest & local a=$!
+  plan 200 80 1,2 "$(part 1 3)" 29612 two-rest four-fewer-rest & wait "$a" $!
+}
 longest1() { lengths 170 60 "$1" "$2" 29613 longest1 --gib 40 --values 65536 81920 90112 98304 106496 114688 122880 131072 --slide '{"host_memory": "100GiB"}'; }
 longest2() { lengths 170 80 "$1" "$2" 29614 longest2 --gib 40 --values 131072 163840 180224 196608 212992 229376 245760 262144 --slide '{"host_memory": "100GiB"}'; }
 speed2() {
@@ -113,6 +120,7 @@ first() { do_all warm info four; }
 second() { do_all pairs stock images; }
 third() { do_all large7 large14 lora32; }
 fourth() { do_all sequences tests; }
+fifth() { do_all rest pairs_rest; }
 
 pack() {
   cat "$WORK"/*.settings > "$OUT/settings.jsonl" 2>/dev/null
