@@ -152,6 +152,8 @@ class SlideRuntime:
         require_no_transform()
         if (compute := self.parts.context.recorder.compute) is not None:
             compute.enter(("forward", unit.order), self.device.mark(timed=True))
+        if with_backward:
+            self.parts.spare.activations.captures.note_call()  # before the host may wait for weights
         self.interruptions.nest()
         if unit.gradient.finalized and not self.parts.updating.deferred:
             raise SlideError(

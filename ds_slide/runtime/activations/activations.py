@@ -104,11 +104,11 @@ class Activations:
         self.inputs.begin()
         self._bytes = {unit.order: self._bytes.get(unit.order, []) for unit in self._blocks if unit.awaits_backward}
         self.costs.begin(self._taken.orders, shape)
-        self._forward = _Forward()
+        candidates = self.costs.keepable(shape)
+        for_recordings, self._forward = self._wanted(candidates), _Forward()
         if not self.costs.orders:
             return
-        candidates = self.costs.keepable(shape)
-        room, shared = self.captures.room_of(room, self._wanted(candidates))
+        room, shared = self.captures.room_of(room, for_recordings)
         recorded = self.captures.ready
         # The memory of recorded blocks is not in `room`. One call of each is replayed.
         wanted = [self._beside(each, shape) if each.order in recorded else each for each in candidates]
@@ -123,7 +123,8 @@ class Activations:
         """Return what recordings of these blocks would need."""
         sizes = [each.nbytes for each in candidates]
         streams = 2 * sum(unit.is_streamed for unit in self._blocks) > len(self._blocks)
-        return Wanted(sum(sizes), max(sizes, default=0), self.costs.gradient_bytes, streams)
+        keeps = bool(self._forward.handled[Handling.KEEP.value] or self._forward.handled[Handling.MIX.value])
+        return Wanted(sum(sizes), max(sizes, default=0), self.costs.gradient_bytes, streams, keeps)
 
     def keepable(self, shape: Shape | None) -> list[Keepable]:
         """Return the blocks whose activations may be kept: none while recorded blocks are recomputed."""
@@ -196,8 +197,6 @@ class Activations:
         self.costs.calls[order] += 1
         kept, is_mixed = self._bytes.setdefault(order, []), False
         self.inputs.enter(order)
-        if torch.is_grad_enabled():
-            self.captures.note_call()
         if not torch.is_grad_enabled():
             result = call.written(call.function, *call.inputs)
         elif order in forward.kept.whole and call.goes_through:

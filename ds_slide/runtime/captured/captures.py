@@ -15,8 +15,9 @@ doubles each time.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ from ds_slide.runtime.core.device import Device
 
 BESIDE = 0.3
 """Memory beside the kept activations, as a part of them: copies of inputs and results, and temporary tensors."""
+TRIAL = 4
+"""Steps of a trial. The first one or two compare recordings with operators."""
 MOST_PAUSE = 1000
 """The longest pause before recordings, in steps."""
 
@@ -46,12 +49,14 @@ class Phase(Enum):
 @dataclass(frozen=True)
 class Wanted:
     """What recordings of a batch would need. `nbytes`: of the activations of all blocks. `of_block`: of the block that
-    has the most. `gradient_bytes`: of the gradients of one block. `streams`: whether most blocks stream."""
+    has the most. `gradient_bytes`: of the gradients of one block. `streams`: whether most blocks stream. `keeps`:
+    whether blocks have kept activations in the forward before."""
 
     nbytes: float
     of_block: float
     gradient_bytes: int
     streams: bool
+    keeps: bool = False
 
     @property
     def kept(self) -> float:
@@ -62,6 +67,15 @@ class Wanted:
     def recomputed(self) -> float:
         """Bytes where all blocks are recomputed."""
         return (1 + BESIDE) * self.of_block + 3 * self.gradient_bytes
+
+
+@dataclass
+class _Trial:
+    """Steps whose blocks are all recomputed. `before`: seconds of a step before; None where none had kept activations,
+    so that recordings only help. `seconds`: of the steps so far."""
+
+    before: float | None
+    seconds: list[float] = field(default_factory=list)
 
 
 class Captures:
@@ -91,6 +105,11 @@ class Captures:
         """The shape of the newest forward."""
         self.recomputes = False
         """Whether all blocks that are recorded are recomputed."""
+        self._may_recompute = True
+        """Whether recordings of recomputed blocks have not made steps longer."""
+        self._trial: _Trial | None = None
+        self._latest: deque[float] = deque(maxlen=STEADY)
+        """Seconds of the last steps without recordings."""
         self._is_stale = False
         """Whether the recordings are freed as soon as no graph needs them."""
         self._steps = 0
@@ -167,9 +186,14 @@ class Captures:
             return room, 0
         if shape.recordings is None and wanted.nbytes and room >= 0 and self._is_due(shape):
             kept, recomputed = room + held >= wanted.kept, room + held >= wanted.recomputed
-            recomputes = self.recomputes if self._memory is not None else wanted.streams or not (kept or self._is_asked)
+            recomputes = self.recomputes
+            if self._memory is None:
+                recomputes = self._may_recompute and (wanted.streams or not (kept or self._is_asked))
             if self._is_asked or (recomputed if recomputes else kept):
-                self._memory = self._memory or self._own_memory()
+                if self._memory is None:
+                    self._memory = self._own_memory()
+                    before = min(self._latest, default=None) if wanted.keeps and not self._is_asked else None
+                    self._trial = _Trial(before) if recomputes else None
                 self._memory.recorded_shapes += 1
                 self.recomputes = recomputes
                 shape.recordings = Recordings(self._memory, self._memory.recorded_shapes, copies=self._copies)
@@ -185,7 +209,7 @@ class Captures:
     def reserved(self, wanted: Wanted) -> float:
         """Return the bytes to be left for the recordings to come, of blocks that are recomputed."""
         is_slow = self._current is not None and (self._current.waited or self._current.recordings is not None)
-        may_come = self.phase is not Phase.OFF and is_slow and not self.nbytes
+        may_come = self.phase is not Phase.OFF and self._may_recompute and is_slow and not self.nbytes
         return wanted.recomputed if may_come else 0.0
 
     def _is_due(self, shape: SeenShape) -> bool:
@@ -273,17 +297,36 @@ class Captures:
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
-    def end_step(self, *, is_settled: bool) -> bool:
-        """End a step. `is_settled`: no decision about memory is to come in the next steps. -> whether blocks that kept
-        activations are recomputed from now on: their memory is spare."""
+    def end_step(self, *, is_settled: bool, seconds: float = 0.0) -> bool:
+        """End a step of `seconds`. `is_settled`: no decision about memory is to come in the next steps. -> whether it
+        is certain now that all blocks are recomputed: what their activations took is spare."""
         if self.phase is Phase.OFF:
             return False
+        if self._memory is None:
+            self._latest.append(seconds)
         self._steps += 1
         self.phase = Phase.RECORDING if is_settled and self._steps >= self._pause else Phase.WAITING
-        has_said = self._has_said
-        if not has_said and not self._is_stale:
+        if not self._has_said and not self._is_stale:
             self._say([each.recordings for each in self.shapes.recorded if each.recordings is not None])
-        return self.recomputes and self._has_said and not has_said
+        elif self._trial is not None and self._memory is not None and not self._is_stale:
+            return self._try(self._trial, seconds)
+        return False
+
+    def _try(self, trial: _Trial, seconds: float) -> bool:
+        """Go on with a trial, behind the step that has recorded. -> whether it has ended well."""
+        trial.seconds.append(seconds)
+        if len(trial.seconds) < TRIAL:
+            return False
+        self._trial, found = None, min(trial.seconds)
+        if trial.before is None or found <= trial.before:
+            return True
+        log.info(
+            f"blocks keep activations again: with all recomputed from recordings a step took {found:.3f} s, and "
+            f"{trial.before:.3f} s before"
+        )
+        self._free()
+        self._may_recompute = False
+        return False
 
     def _say(self, made: Sequence[Recordings]) -> None:
         """Say that blocks are recorded, or give up where none can be. `made`: the recordings so far."""

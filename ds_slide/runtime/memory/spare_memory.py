@@ -216,8 +216,10 @@ class SpareMemory:
         self._peak = self.need.peak
         if forwards:  # recordings begin when the use of memory has been decided
             is_settled = looks.step > LOOKS[-1] and not looks.coming & {looks.step + 1, looks.step + 2}
-            if self.activations.captures.end_step(is_settled=is_settled):
-                looks.coming |= {looks.step + WARM_UPS[-1]}
+            latest = self._context.recorder.latest
+            seconds = 0.0 if latest is None else latest.step_s
+            if self.activations.captures.end_step(is_settled=is_settled, seconds=seconds):
+                looks.coming |= {looks.step + 2}  # the step before a decision is measured
 
     def _look(self, forwards: int) -> None:
         """Decide about states, after a step of `forwards` forwards."""

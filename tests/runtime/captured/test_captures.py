@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch import nn
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
-from ds_slide.runtime.captured.captures import Captures, Phase, Wanted
+from ds_slide.runtime.captured.captures import TRIAL, Captures, Phase, Wanted
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
 from ds_slide.runtime.core.device import Device
@@ -437,3 +438,35 @@ def test_a_part_of_a_graph_that_waits_keeps_the_memory_from_earlier_blocks() -> 
         run.forward(0)
         run.backward(0)
         run.backward(0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "keeps", "stays"),
+    [([9, 1.9, 2.5, 2.5], True, True), ([9, 2.1, 2.2, 2.3], True, False), ([9, 9, 9, 9], False, True)],
+)
+def test_recomputed_recordings_stay_where_steps_become_no_longer(
+    seconds: list[float], keeps: bool, stays: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps before take 2 s or more."""
+    run, shape, wanted = Run(wanted="auto"), Shape(8, 4), Wanted(100, 10, 1, streams=True, keeps=keeps)
+    captures = run.captures
+    captures.phase, captures._has_said = Phase.WAITING, True  # it says so behind the step that records
+
+    def step(took: float) -> bool:
+        captures.begin(shape)
+        captures.room_of(50.0, wanted)
+        captures.note_call()
+        captures.end_forward(completed=True)
+        return captures.end_step(is_settled=True, seconds=took)
+
+    with caplog.at_level(logging.INFO, "ds_slide"):
+        for took in (3.0, 2.0, 2.5):
+            assert not step(took)
+        assert not captures.recomputes
+        ended_well = [step(took) for took in seconds]
+    assert ended_well == [False] * (TRIAL - 1) + [stays]
+    assert captures.recomputes == stays
+    assert ("keep activations again" in caplog.text) != stays
+    for _ in range(20):
+        step(2.0)
+    assert captures.recomputes == stays
