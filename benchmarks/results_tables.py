@@ -109,7 +109,7 @@ def readme(rows: Rows) -> str:
     return table(["8 x 2048 tokens a step, clipping 1.0", "stock s/step", "DS-Slide s/step", "times"], lines)
 
 
-MACHINES = {"nvidia-h200": "H200", "nvidia-h200-x2": "2 x H200", "nvidia-h100": "H100"}
+MACHINES = {"nvidia-h200": "H200", "nvidia-h200-x2": "2 x H200", "nvidia-h100": "H100", "nvidia-h100-x4": "4 x H100"}
 CLIP, IN_24, IN_12 = "clipping 1", "clipping 1, GPU 30.3%", "clipping 1, GPU 15.2%"
 CURRENT = (
     # name, case, setting of DS-Slide, end of its page's name, setting and page of stock where it was run
@@ -143,9 +143,15 @@ CURRENT = (
     ("14 B nf4 LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b nf4 LoRA 4 x 2048", "24 GiB", "adapters-and-muon", None),
     ("30 B-A3B LoRA, 8 x 2048, 24 GiB", "qwen3-30b-a3b LoRA 8 x 2048", "24 GiB", "adapters-and-muon", None),
     ("3 B with Muon, 8 x 2048", "Muon qwen2.5-3b 8 x 2048", CLIP, "adapters-and-muon", None),
-    ("3 B, 8 micro-batches of 1 x 2048", "qwen2.5-3b 1 x 2048 x 8", CLIP, "recorded-blocks", None),
+    ("3 B, 8 micro-batches of 1 x 2048", "qwen2.5-3b 1 x 2048 x 8", CLIP, "recorded-blocks_2", None),
+    ("3 B, 8 micro-batches of 1 x 2048, 24 GiB", "qwen2.5-3b 1 x 2048 x 8", IN_24, "recorded-blocks_2", None),
+    ("7.6 B, 8 micro-batches of 1 x 2048, 24 GiB", "qwen2.5-7b 1 x 2048 x 8", IN_24, "recorded-blocks_2", None),
+    ("3 B, 8 micro-batches of 12 lengths", "qwen2.5-3b 1 x (256 to 2048) x 8", CLIP, "recorded-blocks_2", None),
     ("3 B LoRA, 8 micro-batches of 1 x 2048", "qwen2.5-3b LoRA 1 x 2048 x 8", CLIP, "recorded-blocks", None),
     ("0.5 B, 4 micro-batches of 8 x 512", "qwen2.5-0.5b 8 x 512 x 4", CLIP, "recorded-blocks", None),
+    ("3 B, 8 x 2048 on each GPU", "qwen2.5-3b 4 x 8 x 2048", CLIP, "h100-x4_ranks", None),
+    ("3 B, 4 micro-batches of 2 x 2048 on each GPU", "qwen2.5-3b 4 x 2 x 2048 x 4", CLIP, "h100-x4_ranks", None),
+    ("3 B, 4 micro-batches, lengths vary", "qwen2.5-3b 4 x 1 x (64 to 2048) x 4", CLIP, "h100-x4_ranks", None),
 )
 """The newest runs: of each setting the one beside stock, or the latest."""
 

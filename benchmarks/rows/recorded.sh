@@ -7,7 +7,7 @@
 # BUDGET (seconds of this call, 590): a row gets what is left of it, and none begins with less than 30 s left.
 # Order of importance: as listed. One JSON record a row in $OUT/recorded_NAME.jsonl, a line of it here. TINY=1: the same
 # with tiny models on the CPU. Hosts differ and are noisy: compare rows of one call only.
-# Figures in comments: what is wanted, and estimates of seconds in all. No row has run in this form.
+# Figures in comments: what is wanted, and estimates of seconds in all. Rows tests, causes, a, v (without GPU only) and c have run.
 : "${OUT:=out}"; mkdir -p "$OUT"; BUDGET=${BUDGET:-590} TINY=${TINY:-}
 export THP_MEM_ALLOC_ENABLE=1
 say() { echo "[$SECONDS] $*"; }
