@@ -18,6 +18,8 @@ RECORDING = LOOKS[-1] + 2
 """The step that records: behind the last decision about memory, and one more step."""
 STEPS = RECORDING + STEADY + 1
 RESIDENT = {"gpu_memory": "1GiB", "gpu_states": "1GiB"}
+STREAMED = {"gpu_memory": "1GiB", "gpu_states": 0, "window": 3}
+"""Blocks are recomputed."""
 Train = Callable[[Any], Any]
 
 
@@ -38,13 +40,15 @@ def captures_of(engine: Any) -> Any:
     return engine.optimizer.runtime.parts.spare.activations.captures
 
 
-def both(training: Train, build: Callable[[], Any] = llama, schedule: str = "clipping") -> list[Result]:
+def both(
+    training: Train, build: Callable[[], Any] = llama, schedule: str = "clipping", slide: Any = RESIDENT
+) -> list[Result]:
     """The results of `training` with blocks as they are written, and with recordings."""
     found = []
     for wanted in (False, True):
         model = build()
         torch.manual_seed(3)
-        with engine_for(model, config_of({**RESIDENT, "captured_blocks": wanted}, schedule)) as engine:
+        with engine_for(model, config_of({**slide, "captured_blocks": wanted}, schedule)) as engine:
             result = training(engine) or Result()
             result.states = states_of(model)
             found.append(result)

@@ -261,4 +261,7 @@ class Lent:
         with AS_THEY_ARE():
             for parameter, gradient in given:
                 if parameter.grad is gradient:
+                    # The weights of a block that streams have left, and torch compares the sizes of the two.
+                    weights, parameter.data = parameter.data, gradient
                     parameter.grad = gradient.clone()
+                    parameter.data = weights

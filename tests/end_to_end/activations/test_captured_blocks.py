@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import tempfile
 from typing import Any
 
 import pytest
 import torch
 from activation_runs import CASES, MODELS, SCHEDULES, config_of, layers_of, llama, run
+from captured_loops import LOOPS
 from captured_runs import RECORDING, RESIDENT, STEPS, Train, both, captures_of, counted_replays
-from harness import Batch, Result, batches, differences, engine_for, train
+from harness import Result, batches, differences, engine_for, train
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.captured.captures import Phase
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
 
@@ -94,162 +92,6 @@ def test_a_replay_with_other_numbers_ends_all_recordings(
     assert made
     assert differences(result, expected) == []
     assert "has given other numbers than its operators" in caplog.text
-
-
-def two_forwards(engine: Any) -> Result:
-    """The second forward begins before the backward of the first one."""
-    result = train(engine, batches(STEPS))
-    for first, second in zip(batches(2, seed=5), batches(2, seed=6), strict=True):
-        loss = engine(**first).loss + engine(**second).loss
-        engine.backward(loss)
-        engine.step()
-        result.losses.append(loss.item())
-    return result
-
-
-def two_backwards(engine: Any) -> Result:
-    """A graph is kept for a second backward."""
-    result = train(engine, batches(STEPS))
-    loss = engine(**batches(1, seed=7)[0]).loss
-    engine.backward(loss, retain_graph=True)
-    engine.backward(loss)
-    engine.step()
-    return result
-
-
-def dropped_graphs(engine: Any) -> Result:
-    """Forwards without a backward, and evaluations between forward and backward."""
-    result = train(engine, batches(STEPS))
-    for batch in batches(2, seed=8):
-        engine(**batch)
-        loss = engine(**batch).loss
-        with torch.no_grad():
-            result.losses.append(engine(**batches(1, seed=9)[0]).loss.item())
-        engine.backward(loss)
-        engine.step()
-    return result
-
-
-def changed_attribute(engine: Any) -> Result:
-    """A value that the forward reads is changed by the script."""
-    result = train(engine, batches(STEPS))
-    for layer in layers_of(engine.module):
-        layer.self_attn.scaling = 0.1
-    result.losses += train(engine, batches(2, seed=10)).losses
-    return result
-
-
-def frozen_later(engine: Any) -> Result:
-    """A weight is frozen, and trained again."""
-    result = train(engine, batches(STEPS))
-    weight = layers_of(engine.module)[2].mlp.up_proj.weight
-    for trained in (False, True):
-        weight.requires_grad_(trained)
-        result.losses += train(engine, batches(2, seed=11)).losses
-    return result
-
-
-def hooked_later(engine: Any) -> Result:
-    """A hook inside of a block, which is called in each forward from then on."""
-    result, seen = train(engine, batches(STEPS)), []
-    handle = layers_of(engine.module)[1].mlp.register_forward_hook(lambda *call: seen.append(call[2].sum().item()))
-    result.losses += train(engine, batches(2, seed=12)).losses
-    handle.remove()
-    result.losses += train(engine, batches(1, seed=13)).losses
-    assert len(seen) == 2
-    result.losses += seen
-    return result
-
-
-def masked(engine: Any) -> Result:
-    """Batches of one shape with a mask, and without."""
-    result = train(engine, batches(STEPS))
-    for batch in batches(3, seed=14):
-        mask = torch.ones_like(batch["input_ids"])
-        mask[0, :5] = 0
-        given: Batch = {**batch, "attention_mask": mask}
-        result.losses += train(engine, [given, batch]).losses
-    return result
-
-
-def gradients_between(engine: Any) -> Result:
-    """A script reads hidden states of two micro-batches, which later replays must not change."""
-    result = train(engine, batches(STEPS))
-    kept = []
-    for batch in batches(2, seed=15):
-        output = engine(**batch, output_hidden_states=True)
-        kept += [each.detach() for each in output.hidden_states]
-        engine.backward(output.loss)
-        engine.step()
-    result.losses += [each.double().sum().item() for each in kept]
-    return result
-
-
-def gradients_of_inputs(engine: Any) -> Result:
-    """A gradient of the embeddings alone (saliency, adversarial noise), which gives the weights none."""
-    result = train(engine, batches(STEPS))
-    for batch in batches(2, seed=16):
-        given = engine.module.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
-        loss = engine(inputs_embeds=given, labels=batch["labels"]).loss
-        (gradient,) = torch.autograd.grad(loss, given)
-        result.losses.append(gradient.double().square().sum().item())
-        result.losses += train(engine, [batch]).losses
-    return result
-
-
-def hooked_weights(engine: Any) -> Result:
-    """Hooks of weights, registered late."""
-    result, seen = train(engine, batches(STEPS)), []
-    layers = layers_of(engine.module)
-    handle = layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient * 0.5)
-    layers[2].mlp.up_proj.weight.register_hook(lambda gradient: seen.append(gradient))
-    result.losses += train(engine, batches(2, seed=17)).losses
-    handle.remove()
-    result.losses += train(engine, batches(1, seed=18)).losses
-    result.losses += [each.double().sum().item() for each in seen]
-    return result
-
-
-def interrupted(engine: Any) -> Result:
-    """Ctrl-C in the step that records, and in a later one. What was recorded goes."""
-    result, recorded = Result(), []
-    data = batches(STEPS + 4)
-    for number, batch in enumerate(data):
-        if number in (RECORDING - 1, RECORDING + 1):
-            inner = layers_of(engine.module)[3].mlp.act_fn
-            written = inner.forward
-
-            def interrupt(*_: Any) -> None:
-                raise KeyboardInterrupt
-
-            inner.forward = interrupt
-            with pytest.raises(KeyboardInterrupt):
-                engine(**batch)
-            inner.forward = written
-            gc.collect()  # the exception holds the graph
-        result.losses += train(engine, [batch]).losses
-        recorded.append(len(captures_of(engine).recorded))
-    if captures_of(engine).phase is not Phase.OFF:
-        freed = recorded[RECORDING + 1 :]  # at the latest: the second exception takes the place of the first one
-        assert freed == [0] * (len(freed) - 1) + [6]
-    return result
-
-
-def loaded_checkpoint(engine: Any) -> Result:
-    """A checkpoint is loaded behind the recording, and trained from."""
-    result = train(engine, batches(STEPS))
-    with tempfile.TemporaryDirectory() as folder:
-        engine.save_checkpoint(folder)
-        result.losses += train(engine, batches(2, seed=16)).losses
-        engine.load_checkpoint(folder)
-    result.losses += train(engine, batches(3, seed=17)).losses
-    return result
-
-
-LOOPS = [
-    two_forwards, two_backwards, dropped_graphs, changed_attribute, frozen_later, hooked_later, masked,
-    gradients_between, gradients_of_inputs, hooked_weights, interrupted, loaded_checkpoint,
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from activation_runs import MODELS, SCHEDULES, layers_of, run
-from captured_runs import STEPS, counted_replays
+from captured_loops import LOOPS
+from captured_runs import STEPS, STREAMED, Train, both, counted_replays
 from harness import batches, differences
 
 from ds_slide.runtime.captured.graphs import Graph
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank")]
-
-STREAMED = {"gpu_memory": "1GiB", "gpu_states": 0}
-PLAIN = {"attention_dropout": 0.0}
 
 
 @pytest.fixture
@@ -50,3 +48,10 @@ def test_streamed_blocks_have_the_same_bits(name: str, schedule: str, window: An
     assert differences(result, expected) == []
     assert report["replayed"] == report["recompute"] == len(layers_of(plain(name)))
     assert len(replays) > 3 * report["replayed"]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops_as_people_write_them(loop: Train, replays: list[Graph]) -> None:
+    expected, result = both(loop, slide=STREAMED)
+    assert differences(result, expected) == []
+    assert replays
