@@ -225,6 +225,17 @@ class WatchedCall:
             self._before = before
         return result
 
+    def skip_forward(self, before: Before | None) -> None:
+        """Note that a replay has computed the forward. `before`: the block's state before it. Calls from now on are
+        recomputations."""
+        self._has_run, self.before = True, before
+        if not self._as_written:
+            self._before = before
+
+    def may_find(self, before: Before | None) -> bool:
+        """Whether a recomputation may compute with the present state, which is also `before`."""
+        return self._before is None or self._before is before or self._before.is_there()
+
     def _compute(self, *inputs: Any) -> Any:
         if self._versions is not None and self._versions != self._versions_now():
             raise modified(self._state.name)

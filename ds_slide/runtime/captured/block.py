@@ -41,6 +41,7 @@ from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.weights.saved_weights import SavedTensor, hooks_around
 
 _ABSENT = object()
+READS_OTHERS = "it reads a tensor with a gradient that is neither an input nor its own weight"
 WAY_OUT = 'set "ds_slide": {"captured_blocks": false}'
 
 
@@ -250,7 +251,7 @@ class CapturedBlock:
         assert again is not None
 
         def run() -> list[torch.Tensor | None]:
-            with torch.enable_grad(), self._stand_ins(recording.weights) as leaves:
+            with torch.enable_grad(), self._stand_ins(recording.weights.trained) as leaves:
                 made = [each for each in leaves_of(again()) if needs_gradient(each)]
             results = [each for each, has_one in zip(made, pattern, strict=True) if has_one]
             return list(torch.autograd.grad(results, [*recording.inputs, *leaves], places, allow_unused=True))
@@ -321,7 +322,7 @@ class CapturedBlock:
         recording.again = functools.partial(written, *args, **kwargs)
 
         def forward() -> list[torch.Tensor | None]:
-            with torch.enable_grad(), self._stand_ins(recording.weights) as recording.leaves:
+            with torch.enable_grad(), self._stand_ins(recording.weights.trained) as recording.leaves:
                 recording.result = written(*args, **kwargs)
             recording.made = list(leaves_of(recording.result))
             if not all(isinstance(each, torch.Tensor | None) for each in recording.made):
@@ -339,17 +340,17 @@ class CapturedBlock:
         if versions != [None if place is None else place.tensor._version for place in places]:
             raise NotRecordable("it changes an input in place")
         if not leaves_below(recording.made) <= {id(each) for each in (*recording.inputs, *recording.leaves)}:
-            raise NotRecordable("it reads a tensor with a gradient that is neither an input nor its own weight")
+            raise NotRecordable(READS_OTHERS)
 
     @contextmanager
-    def _stand_ins(self, weights: Weights) -> Iterator[list[nn.Parameter]]:
+    def _stand_ins(self, trained: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Exchange the trained weights for new leaves on the same memory, and yield these.
 
         Autograd keeps with a leaf the stream that it was used on first, and waits for it: a wait for another stream
         would end the recording. New leaves have versions of their own: a backward may be recorded, or run through the
         recorded graph, after weights have been updated. `backward` compares the versions of the weights themselves.
         """
-        of = {id(each): nn.Parameter(each.data) for each in weights.trained}
+        of = {id(each): nn.Parameter(each.data) for each in trained}
         holders = [(holder, name, weight) for each in self._modules for holder, name, weight in _weights_of(each)]
         exchanged = [(holder, name, weight) for holder, name, weight in holders if id(weight) in of]
         for holder, name, weight in exchanged:
@@ -491,7 +492,7 @@ def _gradients(
 
 def _only_accumulates(weight: nn.Parameter, receiver: Any) -> bool:
     """Whether autograd would do nothing with a gradient but add it to `weight.grad`. `receiver`: its node."""
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks or not weight.requires_grad:
         return False
     try:  # the backward may be one for some leaves alone
         return bool(torch._C._will_engine_execute_node(receiver))

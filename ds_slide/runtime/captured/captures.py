@@ -258,10 +258,7 @@ class Captures:
             return None if block is None else block.run
         if not recordings.is_open or (self._wanted == "auto" and has_experts(call.modules)):
             return None
-        if not recordings.blocks:
-            if (gone := self.shapes.make_place()) is not None:
-                gone.end()
-            self._device.release_cached()  # the pools may grow, and torch frees no cached memory in a recording
+        self._make_place(recordings)
         return recordings.add(call, self._states[unit.order]).run
 
     def recomputed(self, call: BlockCall) -> RecomputedBlock | None:
@@ -275,8 +272,16 @@ class Captures:
             return None
         if call.mixing_form is None or (self._wanted == "auto" and has_experts(call.modules)):
             return None
+        self._make_place(recordings)
         block = recordings.recomputed(call, self._states[unit.order])
         return block if block.may_run(call) else None
+
+    def _make_place(self, recordings: Recordings) -> None:
+        """Make place for recordings that begin."""
+        if not recordings.blocks:
+            if (gone := self.shapes.make_place()) is not None:
+                gone.end()
+            self._device.release_cached()  # the pools may grow, and torch frees no cached memory in a recording
 
     @property
     def _recordings(self) -> Recordings | None:

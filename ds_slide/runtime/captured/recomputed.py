@@ -23,9 +23,16 @@ from torch import nn
 from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.block_state import WatchedCall, modified
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
-from ds_slide.runtime.captured.block import WAY_OUT, CapturedBlock, Recording, is_plain_context, needs_gradient
-from ds_slide.runtime.captured.checks import HostRandom, Weights
-from ds_slide.runtime.captured.inputs import PLAIN, leaves_of, with_leaves
+from ds_slide.runtime.captured.block import (
+    READS_OTHERS,
+    WAY_OUT,
+    CapturedBlock,
+    Recording,
+    is_plain_context,
+    needs_gradient,
+)
+from ds_slide.runtime.captured.checks import HostRandom, leaves_below
+from ds_slide.runtime.captured.inputs import PLAIN, NotRecordable, leaves_of, with_leaves
 from ds_slide.runtime.core.device import default_generator
 from ds_slide.runtime.weights.saved_weights import hooks_around, only_hooks_of_block
 
@@ -101,24 +108,30 @@ class RecomputedBlock(CapturedBlock):
                 recording.forward.replay()
             if recording is not None and self._is_right(recording):
                 self.has_replayed = True
+                use.watched.skip_forward(recording.before)
                 result = recording.result
                 made = [None if each is None else each.detach().clone() for each in recording.results]
+                without_gradient: list[torch.Tensor] = []  # a recording has none of these
             else:
-                result = self._run_operators(use, leaves)
-                made = [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves_of(result)]
-                if not all(isinstance(each, (torch.Tensor, *PLAIN)) for each in made):
-                    self._end_for("a result is no tensor")
+                try:
+                    result = self._run_operators(use, leaves)
+                except NotRecordable as error:
+                    self._end_for(str(error))
                     return UNASKED(written, *args, **kwargs)
+                written_ones = list(leaves_of(result))
+                made = [each.detach() if isinstance(each, torch.Tensor) else each for each in written_ones]
+                pairs = zip(made, written_ones, strict=True)
+                without_gradient = [new for new, each in pairs if new is not each and not each.requires_grad]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         results = [each for each in made if isinstance(each, torch.Tensor)]
-        new = iter(_Again.apply(self, use, results, len(tensors), *tensors, *use.trained))
+        new = iter(_Again.apply(self, use, results, without_gradient, len(tensors), *tensors, *use.trained))
         return with_leaves(result, iter([next(new) if isinstance(each, torch.Tensor) else each for each in made]))
 
     def _use_of(self, written: Callable[..., Any], given: Any, leaves: Sequence[Any]) -> _Use:
         assert self._call is not None
         hollow = with_leaves(given, iter([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
-        function = functools.partial(self._operators, written, hollow)
         trained = [each for each in self._module.parameters() if each.requires_grad]
+        function = functools.partial(self._operators, written, hollow, trained)
         guarded = self._call.parameters if self._call.written is UNASKED else []
         versions = [each._version for each in guarded]
         return _Use(
@@ -131,10 +144,11 @@ class RecomputedBlock(CapturedBlock):
         )
 
     def _run_operators(self, use: _Use, leaves: Sequence[Any]) -> Any:
-        """Run the forward by operators, and note whether the block can be recorded."""
+        """Run the forward by operators, and note whether the block can be recorded. Raises NotRecordable where its
+        backward cannot be taken apart from the rest; nothing has been drawn then."""
         host, generator = HostRandom(), default_generator(self._memory.device.torch)
         before = torch.get_rng_state(), generator.get_state()
-        result, _, _ = use.watched(*leaves)
+        result, inputs, stand_ins = use.watched(*leaves)
         self.watched = use.watched
         if use.watched.has_changed:
             self._end_for(f"it changes {self._state.changes}")
@@ -142,14 +156,22 @@ class RecomputedBlock(CapturedBlock):
         if host.has_been_drawn_from(of_torch=True) or not all(map(torch.equal, before, after)):
             use.random = before
             self._end_for("it draws random numbers")
-        return result
+        made = list(leaves_of(result))
+        why = "a result is no tensor"
+        if all(isinstance(each, (torch.Tensor, *PLAIN)) for each in made):
+            if leaves_below(made) <= {id(each) for each in (*inputs, *stand_ins)}:
+                return result
+            why = READS_OTHERS
+        torch.set_rng_state(before[0])
+        generator.set_state(before[1])
+        raise NotRecordable(why)
 
     def _end_for(self, why: str) -> None:
         self.end()
         self.why = why
 
     def _operators(
-        self, written: Callable[..., Any], hollow: Any, *leaves: Any
+        self, written: Callable[..., Any], hollow: Any, trained: Sequence[nn.Parameter], *leaves: Any
     ) -> tuple[Any, list[torch.Tensor], list[nn.Parameter]]:
         """Run the block as it is written. -> its result with a graph, and the leaves of this graph: the inputs that
         need a gradient, and stand-ins for the trained weights."""
@@ -158,7 +180,7 @@ class RecomputedBlock(CapturedBlock):
             for leaf in leaves
         ]
         args, kwargs = with_leaves(hollow, iter(own))
-        with torch.enable_grad(), self._stand_ins(Weights(self._module)) as stand_ins:
+        with torch.enable_grad(), self._stand_ins(trained) as stand_ins:
             result = written(*args, **kwargs)
         return result, [leaf for leaf in own if needs_gradient(leaf)], stand_ins
 
@@ -198,10 +220,12 @@ class RecomputedBlock(CapturedBlock):
             return [None] * (len(tensors) + len(use.trained))
         given, leaves = use.with_tensors(tensors)
         is_due = self.recording is None or self._misplaced >= MOST_MISPLACED
-        if is_due and not self.has_ended and is_plain_context(self._memory.device.torch.type):
+        is_plain = is_plain_context(self._memory.device.torch.type)
+        if is_due and is_plain and not self.has_ended:
             self._record_both(use, given, leaves, gradients)
         recording = self._fitting(given, leaves)
-        if recording is not None and recording.pattern == pattern:
+        has_state = recording is not None and use.watched.may_find(recording.before)
+        if recording is not None and is_plain and has_state and recording.pattern == pattern:
             found = self._replayed(recording, leaves, gradients)
         else:
             found = _gradients_by_operators(use, leaves, gradients)
@@ -216,7 +240,7 @@ class RecomputedBlock(CapturedBlock):
     ) -> None:
         """Record the forward and the backward, or note why they cannot be recorded."""
         before = use.watched.before
-        if before is None:  # a recording was replayed in the forward
+        if before is None or not before.is_there():  # the recording would be another forward's
             return
         earlier = self._taken_out()  # a pool of memory is lost with its last recording
         self._try_to_record(use.written, given, leaves, None)
@@ -264,7 +288,9 @@ def _gradients_by_operators(
     use: _Use, leaves: Sequence[Any], gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Recompute a call and its backward. -> the gradients of the inputs that need one, and of the trained weights."""
-    with nullcontext() if use.random is None else _drawing_again(use.random, leaves):
+    device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+    again = nullcontext() if use.random is None else _drawing_again(use.random, default_generator(device))
+    with again, torch.autocast(device.type, enabled=False):  # the forward has been without, too
         result, inputs, stand_ins = use.watched(*leaves)
     made = [each for each in leaves_of(result) if isinstance(each, torch.Tensor)]
     both = [
@@ -280,10 +306,8 @@ def _gradients_by_operators(
 
 
 @contextmanager
-def _drawing_again(states: tuple[torch.Tensor, torch.Tensor], leaves: Sequence[Any]) -> Iterator[None]:
-    """Let the generators of the host and the device draw from these states."""
-    device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
-    generator = default_generator(device)
+def _drawing_again(states: tuple[torch.Tensor, torch.Tensor], generator: torch.Generator) -> Iterator[None]:
+    """Let the generators of the host and the device (`generator`) draw from these states."""
     now = torch.get_rng_state(), generator.get_state()
     try:
         torch.set_rng_state(states[0])
@@ -316,16 +340,17 @@ class _Again(torch.autograd.Function):
         block: RecomputedBlock,
         use: _Use,
         results: Sequence[torch.Tensor],
+        without_gradient: Sequence[torch.Tensor],
         count: int,
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.block, ctx.use = block, use
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:count])
-        ctx.mark_non_differentiable(*[each for each in results if not each.is_floating_point()])
+        ctx.mark_non_differentiable(*without_gradient)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         receivers = [node for node, _ in ctx.next_functions]
-        return (None, None, None, None, *ctx.block.backward_of(ctx.use, ctx.saved_tensors, gradients, receivers))
+        return (None, None, None, None, None, *ctx.block.backward_of(ctx.use, ctx.saved_tensors, gradients, receivers))
