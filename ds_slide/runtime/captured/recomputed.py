@@ -121,7 +121,9 @@ class RecomputedBlock(CapturedBlock):
                 written_ones = list(leaves_of(result))
                 made = [each.detach() if isinstance(each, torch.Tensor) else each for each in written_ones]
                 pairs = zip(made, written_ones, strict=True)
-                without_gradient = [new for new, each in pairs if new is not each and not each.requires_grad]
+                without_gradient = [
+                    new for new, each in pairs if isinstance(new, torch.Tensor) and not each.requires_grad
+                ]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         results = [each for each in made if isinstance(each, torch.Tensor)]
         new = iter(_Again.apply(self, use, results, without_gradient, len(tensors), *tensors, *use.trained))
