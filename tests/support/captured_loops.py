@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import gc
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from activation_runs import layers_of
-from captured_runs import RECORDING, STEPS, captures_of
+from captured_runs import RECORDING, STEPS, Train, captures_of
 from harness import Batch, Result, batches, train
 
 from ds_slide.runtime.captured.captures import Phase
+from ds_slide.runtime.captured.shapes import STEADY
 
 
 def two_forwards(engine: Any) -> Result:
@@ -171,3 +173,152 @@ LOOPS = [
     two_forwards, two_backwards, dropped_graphs, changed_attribute, frozen_later, hooked_later, masked,
     gradients_between, gradients_of_inputs, hooked_weights, interrupted, loaded_checkpoint,
 ]  # fmt: skip
+
+
+def between_forward_and_backward(do: Callable[[Any], Any], undo: Callable[[Any], Any], first: int = STEPS) -> Train:
+    """Something that a script does then, from the step `first` on."""
+
+    def training(engine: Any) -> Result:
+        result = Result()
+        for number, batch in enumerate(batches(STEPS + 3)):
+            loss = engine(**batch).loss
+            if number >= first:
+                do(engine)
+            engine.backward(loss)
+            if number >= first:
+                undo(engine)
+            engine.step()
+            result.losses.append(loss.item())
+        return result
+
+    return training
+
+
+def scale(engine: Any) -> None:
+    for layer in layers_of(engine.module):
+        layer.written = layer.self_attn.scaling
+        layer.self_attn.scaling = 0.1
+
+
+def scale_back(engine: Any) -> None:
+    for layer in layers_of(engine.module):
+        layer.self_attn.scaling = vars(layer).pop("written")
+
+
+def train_weight(trains: bool) -> Callable[[Any], Any]:
+    return lambda engine: layers_of(engine.module)[2].mlp.up_proj.weight.requires_grad_(trains)
+
+
+def evaluate(engine: Any) -> None:
+    engine.eval()
+    with torch.no_grad():
+        engine(**batches(1, seed=9)[0])
+        engine.module.generate(batches(1)[0]["input_ids"][:, :4], max_new_tokens=3, pad_token_id=0)
+
+
+def graphs_of_two_states(engine: Any) -> Result:
+    """The backward of the newer graph records, where the block has its state of before again."""
+    result = Result()
+    for first, second in zip(batches(STEPS + 2), batches(STEPS + 2, seed=5), strict=True):
+        scale(engine)
+        older = engine(**first).loss
+        scale_back(engine)
+        newer = engine(**second).loss
+        engine.backward(newer)
+        engine.backward(older)
+        engine.step()
+        result.losses += [older.item(), newer.item()]
+    return result
+
+
+def in_turn(engine: Any) -> Result:
+    """Two graphs, of one shape and of two, which have their backwards in either order."""
+    result = train(engine, batches(STEPS))
+    result.losses += train(engine, batches(STEPS, length=16)).losses
+    for length in (32, 16):
+        for first, second in zip(batches(2, seed=5), batches(2, seed=6, length=length), strict=True):
+            losses = [engine(**first).loss, engine(**second).loss]
+            for each in losses:
+                engine.backward(each)
+            engine.step()
+            losses += [engine(**first).loss, engine(**second).loss]
+            for each in losses[:1:-1]:
+                engine.backward(each)
+            engine.step()
+            result.losses += [each.item() for each in losses]
+    return result
+
+
+def from_the_middle(engine: Any) -> Result:
+    """A loss of hidden states alone, and one of hidden states and logits."""
+    result = train(engine, batches(STEPS))
+    for share in (0.0, 1.0, 0.0):
+        output = engine(**batches(1, seed=5)[0], output_hidden_states=True)
+        loss = output.hidden_states[3].float().square().mean()
+        loss = loss + share * output.loss if share else loss
+        engine.backward(loss)
+        engine.step()
+        result.losses.append(loss.item())
+    return result
+
+
+def raising(where: str) -> Train:
+    """A script's hook raises in the middle of some forwards or backwards."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("of the script")
+
+    def training(engine: Any) -> Result:
+        result = train(engine, batches(STEPS))
+        layer = layers_of(engine.module)[3]
+        for batch in batches(3, seed=5):
+            hooked: Any = (
+                layer.register_forward_pre_hook if where == "forward" else layer.mlp.up_proj.weight.register_hook
+            )
+            handle = hooked(fail)
+            with pytest.raises(ValueError, match="of the script"):
+                engine.backward(engine(**batch).loss)
+            handle.remove()
+            engine.zero_grad()
+            result.losses += train(engine, [batch]).losses
+        return result
+
+    return training
+
+
+def in_autocast(engine: Any) -> Result:
+    """Around some forwards, and around some backwards."""
+    result = train(engine, batches(STEPS))
+    for batch in batches(2, seed=4):
+        for forward in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+                loss = engine(**batch).loss
+            with torch.autocast("cpu", torch.bfloat16, enabled=not forward):
+                engine.backward(loss)
+            engine.step()
+            result.losses.append(loss.item())
+    return result
+
+
+def many_lengths(engine: Any) -> Result:
+    """More than have recordings at a time."""
+    result = train(engine, batches(STEPS))
+    for length in (16, 24, 40, 48, 56, 20):
+        result.losses += train(engine, batches(STEADY + 3, seed=length, length=length)).losses
+        assert len(captures_of(engine).shapes.recorded) == (2 if captures_of(engine).phase is Phase.RECORDING else 0)
+    return result
+
+
+OTHER_LOOPS: dict[str, Train] = {
+    "state changed before backward": between_forward_and_backward(scale, scale_back),
+    "state changed before the backward that records": between_forward_and_backward(scale, scale_back, 0),
+    "weight frozen before backward": between_forward_and_backward(train_weight(False), train_weight(True)),
+    "evaluation before backward": between_forward_and_backward(evaluate, lambda engine: engine.train()),
+    "graphs of two states": graphs_of_two_states,
+    "backwards in turn": in_turn,
+    "loss of a middle block": from_the_middle,
+    "exceptions in forward": raising("forward"),
+    "exceptions in backward": raising("backward"),
+    "autocast": in_autocast,
+    "many lengths": many_lengths,
+}  # fmt: skip

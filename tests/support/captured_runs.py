@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from activation_runs import config_of, llama
-from harness import Result, engine_for, states_of
+from harness import Result, engine_for, on_ssd, states_of
 
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
@@ -41,14 +42,20 @@ def captures_of(engine: Any) -> Any:
 
 
 def both(
-    training: Train, build: Callable[[], Any] = llama, schedule: str = "clipping", slide: Any = RESIDENT
+    training: Train,
+    build: Callable[[], Any] = llama,
+    schedule: str = "clipping",
+    slide: Any = RESIDENT,
+    folder: Path | None = None,
 ) -> list[Result]:
-    """The results of `training` with blocks as they are written, and with recordings."""
+    """The results of `training` with blocks as they are written, and with recordings. `folder`: on SSD, where weights
+    and states are to lie there."""
     found = []
     for wanted in (False, True):
         model = build()
         torch.manual_seed(3)
-        with engine_for(model, config_of({**slide, "captured_blocks": wanted}, schedule)) as engine:
+        config = config_of({**slide, "captured_blocks": wanted}, schedule)
+        with engine_for(model, config if folder is None else on_ssd(config, folder)) as engine:
             result = training(engine) or Result()
             result.states = states_of(model)
             found.append(result)

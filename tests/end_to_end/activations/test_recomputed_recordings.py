@@ -3,13 +3,23 @@ the bits of blocks that are recomputed by operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from activation_runs import MODELS, SCHEDULES, checkpointed, config_of, layers_of, llama, run
-from captured_loops import LOOPS
+from activation_runs import (
+    MODELS,
+    SCHEDULES,
+    Twice,
+    checkpointed,
+    config_of,
+    layers_of,
+    llama,
+    run,
+    with_hooks_inside,
+)
+from captured_loops import LOOPS, OTHER_LOOPS
 from captured_runs import STEPS, STREAMED, Train, both, captures_of, counted_replays
 from harness import Result, batches, differences, engine_for, train
 
@@ -18,6 +28,7 @@ from ds_slide.runtime.captured import shapes as shapes_module
 from ds_slide.runtime.captured.captures import Phase
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
+from ds_slide.runtime.memory.tier_moves import RunningStates
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_rank")]
@@ -60,155 +71,6 @@ def test_loops_as_people_write_them(loop: Train, replays: list[Graph]) -> None:
     expected, result = both(loop, slide=STREAMED)
     assert differences(result, expected) == []
     assert replays
-
-
-def between_forward_and_backward(do: Callable[[Any], Any], undo: Callable[[Any], Any], first: int = STEPS) -> Train:
-    """Something that a script does then, from the step `first` on."""
-
-    def training(engine: Any) -> Result:
-        result = Result()
-        for number, batch in enumerate(batches(STEPS + 3)):
-            loss = engine(**batch).loss
-            if number >= first:
-                do(engine)
-            engine.backward(loss)
-            if number >= first:
-                undo(engine)
-            engine.step()
-            result.losses.append(loss.item())
-        return result
-
-    return training
-
-
-def scale(engine: Any) -> None:
-    for layer in layers_of(engine.module):
-        layer.written = layer.self_attn.scaling
-        layer.self_attn.scaling = 0.1
-
-
-def scale_back(engine: Any) -> None:
-    for layer in layers_of(engine.module):
-        layer.self_attn.scaling = vars(layer).pop("written")
-
-
-def train_weight(trains: bool) -> Callable[[Any], Any]:
-    return lambda engine: layers_of(engine.module)[2].mlp.up_proj.weight.requires_grad_(trains)
-
-
-def evaluate(engine: Any) -> None:
-    engine.eval()
-    with torch.no_grad():
-        engine(**batches(1, seed=9)[0])
-        engine.module.generate(batches(1)[0]["input_ids"][:, :4], max_new_tokens=3, pad_token_id=0)
-
-
-def graphs_of_two_states(engine: Any) -> Result:
-    """The backward of the newer graph records, where the block has its state of before again."""
-    result = Result()
-    for first, second in zip(batches(STEPS + 2), batches(STEPS + 2, seed=5), strict=True):
-        scale(engine)
-        older = engine(**first).loss
-        scale_back(engine)
-        newer = engine(**second).loss
-        engine.backward(newer)
-        engine.backward(older)
-        engine.step()
-        result.losses += [older.item(), newer.item()]
-    return result
-
-
-def in_turn(engine: Any) -> Result:
-    """Two graphs, of one shape and of two, which have their backwards in either order."""
-    result = train(engine, batches(STEPS))
-    result.losses += train(engine, batches(STEPS, length=16)).losses
-    for length in (32, 16):
-        for first, second in zip(batches(2, seed=5), batches(2, seed=6, length=length), strict=True):
-            losses = [engine(**first).loss, engine(**second).loss]
-            for each in losses:
-                engine.backward(each)
-            engine.step()
-            losses += [engine(**first).loss, engine(**second).loss]
-            for each in losses[:1:-1]:
-                engine.backward(each)
-            engine.step()
-            result.losses += [each.item() for each in losses]
-    return result
-
-
-def from_the_middle(engine: Any) -> Result:
-    """A loss of hidden states alone, and one of hidden states and logits."""
-    result = train(engine, batches(STEPS))
-    for share in (0.0, 1.0, 0.0):
-        output = engine(**batches(1, seed=5)[0], output_hidden_states=True)
-        loss = output.hidden_states[3].float().square().mean()
-        loss = loss + share * output.loss if share else loss
-        engine.backward(loss)
-        engine.step()
-        result.losses.append(loss.item())
-    return result
-
-
-def raising(where: str) -> Train:
-    """A script's hook raises in the middle of some forwards or backwards."""
-
-    def fail(*_: Any) -> None:
-        raise ValueError("of the script")
-
-    def training(engine: Any) -> Result:
-        result = train(engine, batches(STEPS))
-        layer = layers_of(engine.module)[3]
-        for batch in batches(3, seed=5):
-            hooked: Any = (
-                layer.register_forward_pre_hook if where == "forward" else layer.mlp.up_proj.weight.register_hook
-            )
-            handle = hooked(fail)
-            with pytest.raises(ValueError, match="of the script"):
-                engine.backward(engine(**batch).loss)
-            handle.remove()
-            engine.zero_grad()
-            result.losses += train(engine, [batch]).losses
-        return result
-
-    return training
-
-
-def in_autocast(engine: Any) -> Result:
-    """Around some forwards, and around some backwards."""
-    result = train(engine, batches(STEPS))
-    for batch in batches(2, seed=4):
-        for forward in (True, False):
-            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-                loss = engine(**batch).loss
-            with torch.autocast("cpu", torch.bfloat16, enabled=not forward):
-                engine.backward(loss)
-            engine.step()
-            result.losses.append(loss.item())
-    return result
-
-
-def many_lengths(engine: Any) -> Result:
-    """More than have recordings at a time."""
-    result = train(engine, batches(STEPS))
-    for length in (16, 24, 40, 48, 56, 20):
-        result.losses += train(engine, batches(STEADY + 3, seed=length, length=length)).losses
-        assert len(captures_of(engine).shapes.recorded) == (2 if captures_of(engine).phase is Phase.RECORDING else 0)
-    return result
-
-
-OTHER_LOOPS: dict[str, Train] = {
-    "state changed before backward": between_forward_and_backward(scale, scale_back),
-    "state changed before the backward that records": between_forward_and_backward(scale, scale_back, 0),
-    "weight frozen before backward": between_forward_and_backward(train_weight(False), train_weight(True)),
-    "evaluation before backward": between_forward_and_backward(evaluate, lambda engine: engine.train()),
-    "graphs of two states": graphs_of_two_states,
-    "backwards in turn": in_turn,
-    "loss of a middle block": from_the_middle,
-    "exceptions in forward": raising("forward"),
-    "exceptions in backward": raising("backward"),
-    "autocast": in_autocast,
-    "many lengths": many_lengths,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("loop", OTHER_LOOPS)
@@ -259,3 +121,115 @@ def test_second_derivatives_are_refused_by_name(reentrant: bool | None) -> None:
         with pytest.raises(SlideError, match="create_graph=True goes through model"):
             torch.autograd.grad(loss, embedding, create_graph=True, allow_unused=True)
         train(engine, batches(1))
+
+
+def longer(engine: Any) -> Result:
+    return train(engine, batches((STEPS + 3) * engine.gradient_accumulation_steps()))
+
+
+def frozen() -> Any:
+    """Nothing that the first block gets needs a gradient, and one block has no trained weights."""
+    model = llama()
+    for each in (model.get_input_embeddings(), layers_of(model)[4]):
+        each.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "slide"),
+    [
+        (lambda: Twice(llama()), {}),
+        (lambda: Twice(llama()), {"window": 4}),
+        (lambda: with_hooks_inside(llama()), {}),
+        (frozen, {}),
+        (llama, {"debug": {"lane_delay_ms": 5.0, "seed": 1}}),
+    ],
+    ids=["twice", "twice in four slots", "hooks inside", "frozen", "delays"],
+)
+@pytest.mark.parametrize("schedule", ["immediate", "accumulation"])
+def test_models_and_windows(build: Any, slide: Any, schedule: str, replays: list[Graph]) -> None:
+    """A block that is used twice finds its weights in another slot, now and then."""
+    expected, result = both(longer, build, schedule, slide={**STREAMED, **slide})
+    assert differences(result, expected) == []
+    assert replays
+
+
+def test_weights_on_ssd(replays: list[Graph], tmp_path: Path) -> None:
+    expected, result = both(longer, slide=STREAMED, folder=tmp_path)
+    assert differences(result, expected) == []
+    assert replays
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_weights_that_move(where: str, replays: list[Graph]) -> None:
+    """A slot is given up, or states go to the GPU and back. The blocks are recorded anew where their weights lie."""
+
+    def training(engine: Any) -> Result:
+        runtime, layers, freed = engine.optimizer.runtime, layers_of(engine.module), []
+        states = RunningStates(runtime)
+        result = train(engine, batches(1))
+        assert states.move(frozenset(), len(layers)) is not None
+        result.losses += train(engine, batches(STEPS)).losses
+
+        def give_up(*_: Any) -> None:
+            runtime.parts.context.lanes.h2d.drain()
+            freed.append(states.give_up_slot())
+
+        hooked: Any = layers[3].register_forward_hook
+        handle = (hooked if where == "forward" else layers[3].mlp.up_proj.weight.register_hook)(give_up)
+        if where == "between":
+            assert states.move(frozenset({1, 2, 3, 4}), 3) is not None
+            handle.remove()
+            result.losses += train(engine, batches(STEPS, seed=4)).losses
+            assert states.move(frozenset(), 4) is not None
+        result.losses += train(engine, batches(1, seed=5)).losses
+        handle.remove()
+        assert any(freed) == (where != "between")
+        result.losses += train(engine, batches(4 * STEADY + 2, seed=6)).losses
+        replays.clear()
+        result.losses += train(engine, batches(1, seed=7)).losses
+        if captures_of(engine).phase is Phase.RECORDING:
+            assert len(replays) == 3 * len(layers)
+        return result
+
+    expected, result = both(training, slide={**STREAMED, "window": "auto"})
+    assert differences(result, expected) == []
+    assert replays
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls once the script wants it, and computes with their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls = 0
+        self.counts = ""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.counts == "buffer":
+            self.seen += 1
+        elif self.counts:
+            self.calls += 1
+        return torch.nn.functional.silu(hidden) * (1 + self.calls + self.seen.to(hidden.dtype))
+
+
+@pytest.mark.parametrize("counts", ["buffer", "attribute"])
+def test_a_block_that_begins_to_change_its_state(counts: str, replays: list[Graph]) -> None:
+    def build() -> Any:
+        model = llama()
+        for layer in layers_of(model)[2:4]:
+            layer.mlp.act_fn = Counting()
+        return model
+
+    def training(engine: Any) -> Result:
+        result, counting = train(engine, batches(STEPS)), layers_of(engine.module)[2].mlp.act_fn
+        for number, batch in enumerate(batches(5, seed=4)):
+            counting.counts = counts if number in (1, 3) else ""
+            result.losses += [*train(engine, [batch]).losses, counting.calls, float(counting.seen)]
+        return result
+
+    expected, result = both(training, build, slide=STREAMED)
+    assert differences(result, expected) == []
+    assert sum(result.losses[-2:]) == 2
+    assert replays
