@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from activation_runs import config_of, llama
 from harness import Result, engine_for, on_ssd, states_of
 
+from ds_slide.runtime.captured.block import CapturedBlock, Recording
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
 from ds_slide.runtime.memory.spare_memory import LOOKS
@@ -60,3 +62,25 @@ def both(
             result.states = states_of(model)
             found.append(result)
     return found
+
+
+def weights_as_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let replays read the trained weights where these lay at the recording, as CUDA graphs do."""
+    record, stand_ins = CapturedBlock._record, CapturedBlock._stand_ins
+    places: list[tuple[Any, list[torch.Tensor]]] = []
+
+    def recorded(self: CapturedBlock, recording: Recording, *given: Any) -> None:
+        trained = recording.weights.trained
+        places.append((trained, [each.data for each in trained]))
+        record(self, recording, *given)
+
+    @contextmanager
+    def there(self: CapturedBlock, trained: Any) -> Iterator[list[Any]]:
+        with stand_ins(self, trained) as made:
+            found = next((tensors for of, tensors in places if of is trained), ())
+            for each, tensor in zip(made, found, strict=bool(found)):
+                each.data = tensor
+            yield made
+
+    monkeypatch.setattr(CapturedBlock, "_record", recorded)
+    monkeypatch.setattr(CapturedBlock, "_stand_ins", there)

@@ -20,7 +20,7 @@ from activation_runs import (
     with_hooks_inside,
 )
 from captured_loops import LOOPS, OTHER_LOOPS
-from captured_runs import STEPS, STREAMED, Train, both, captures_of, counted_replays
+from captured_runs import STEPS, STREAMED, Train, both, captures_of, counted_replays, weights_as_in_graphs
 from harness import Result, batches, differences, engine_for, train
 
 from ds_slide.errors import SlideError
@@ -36,7 +36,8 @@ pytestmark = [pytest.mark.usefixtures("one_rank")]
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """All replays, of forwards and backwards."""
+    """All replays, of forwards and backwards. They read weights as CUDA graphs do."""
+    weights_as_in_graphs(monkeypatch)
     return counted_replays(monkeypatch)
 
 
