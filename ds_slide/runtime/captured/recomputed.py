@@ -97,7 +97,14 @@ class RecomputedBlock(CapturedBlock):
             self._call = None
 
     def _forward(self, written: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        given = (args, kwargs)
+        try:
+            return self._as_one_node(written, (args, kwargs))
+        except NotRecordable as error:
+            self._end_for(str(error))
+            return UNASKED(written, *args, **kwargs)
+
+    def _as_one_node(self, written: Callable[..., Any], given: Any) -> Any:
+        """Run the forward as one node of autograd. Raises NotRecordable, see `_run_operators`."""
         leaves = list(leaves_of(given))
         with _without_hooks():
             use = self._use_of(written, given, leaves)
@@ -113,11 +120,7 @@ class RecomputedBlock(CapturedBlock):
                 made = [None if each is None else each.detach().clone() for each in recording.results]
                 without_gradient: list[torch.Tensor] = []  # a recording has none of these
             else:
-                try:
-                    result = self._run_operators(use, leaves)
-                except NotRecordable as error:
-                    self._end_for(str(error))
-                    return UNASKED(written, *args, **kwargs)
+                result = self._run_operators(use, leaves)
                 written_ones = list(leaves_of(result))
                 made = [each.detach() if isinstance(each, torch.Tensor) else each for each in written_ones]
                 pairs = zip(made, written_ones, strict=True)

@@ -11,6 +11,7 @@ import torch
 from activation_runs import (
     MODELS,
     SCHEDULES,
+    Output,
     Twice,
     checkpointed,
     config_of,
@@ -234,3 +235,62 @@ def test_a_block_that_begins_to_change_its_state(counts: str, replays: list[Grap
     assert differences(result, expected) == []
     assert sum(result.losses[-2:]) == 2
     assert replays
+
+
+class WithScores(torch.nn.Module):
+    """Its blocks return a tensor without a gradient, too."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scores: list[float] = []
+        kind = type(layers_of(inner)[0])
+
+        class Layer(kind):  # type: ignore[misc, valid-type]
+            returns: Any = tuple
+
+            def forward(self, hidden: torch.Tensor, **given: Any) -> Any:
+                hidden = torch.nn.functional.dropout(super().forward(hidden, **given), self.dropped)
+                return self.returns((hidden, hidden.detach().float().mean()))
+
+        for layer in layers_of(inner):
+            layer.__class__ = Layer
+            layer.dropped = 0.0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        model = self.inner.model
+        hidden = model.embed_tokens(input_ids)
+        around = model.rotary_emb(hidden, torch.arange(hidden.size(1))[None])
+        for layer in model.layers:
+            hidden, score = layer(hidden, position_embeddings=around)
+            self.scores.append(float(score.numpy()))
+        logits = self.inner.lm_head(model.norm(hidden))
+        return Output(self.inner.loss_function(logits, labels, logits.size(-1)))
+
+
+class Pair:
+    """No plain container."""
+
+    def __init__(self, both: Any) -> None:
+        self.hidden, self.score = both
+
+    def __iter__(self) -> Any:
+        return iter((self.hidden, self.score))
+
+
+@pytest.mark.parametrize("returns", [tuple, Pair])
+@pytest.mark.parametrize("dropped", [0.0, 0.1])
+def test_results_that_cannot_be_recorded(returns: type, dropped: float) -> None:
+    def build() -> Any:
+        model = WithScores(llama())
+        for layer in layers_of(model):
+            layer.returns, layer.dropped = returns, dropped
+        return model
+
+    def training(engine: Any) -> Result:
+        result = train(engine, batches(STEPS + 2))
+        result.losses += engine.module.scores
+        return result
+
+    expected, result = both(training, build, slide=STREAMED)
+    assert differences(result, expected) == []
