@@ -137,7 +137,7 @@ def pools_now(engine: Any) -> dict[str, int]:
     memory = engine.optimizer.runtime.parts.spare.activations.captures._memory
     if memory is None or not torch.cuda.is_available():
         return {}
-    pools = {tuple(memory.forwards), tuple(memory.backwards)}
+    pools = {tuple(memory.forwards.handle), tuple(memory.backwards.handle)}
     segments = [each for each in torch.cuda.memory_snapshot() if tuple(each.get("segment_pool_id", ())) in pools]
     reserved, allocated = (sum(each[key] for each in segments) for key in ("total_size", "allocated_size"))
     return {"counted": memory.nbytes, "held": memory._held, "reserved": reserved, "allocated": allocated}

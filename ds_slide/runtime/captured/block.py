@@ -34,7 +34,7 @@ from ds_slide.runtime.activations.block_state import Before, BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
 from ds_slide.runtime.captured.checks import HostRandom, MadeOf, Weights, hooks_of, leaves_below
 from ds_slide.runtime.captured.comparison import COMPARISONS, differ, run_beside
-from ds_slide.runtime.captured.graphs import Graph, Memory, Token
+from ds_slide.runtime.captured.graphs import Graph, Memory, Pool, Token
 from ds_slide.runtime.captured.inputs import NotRecordable, Place, SharedPlaces, Signature, leaves_of, with_leaves
 from ds_slide.runtime.core.calls import in_backward
 from ds_slide.runtime.core.context import AS_THEY_ARE
@@ -269,7 +269,7 @@ class CapturedBlock:
     # ---- recordings --------------------------------------------------------------------------------------------------
 
     @property
-    def _pool(self) -> Any:
+    def _pool(self) -> Pool:
         """The memory of recorded forwards."""
         return self._memory.forwards
 

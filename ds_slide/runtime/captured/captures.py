@@ -170,7 +170,7 @@ class Captures:
             if shape.unused >= STEADY:
                 recordings.end()
                 shape.drop()
-                if not self.shapes.recorded:  # a pool of memory is lost with its last recording
+                if not self.shapes.recorded:
                     self._close_memory()
 
     @property

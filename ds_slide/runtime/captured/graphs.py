@@ -32,11 +32,31 @@ _INVALID: list[Any] = []
 """Recordings that have failed. torch's allocator of host memory asks them later whether they are under way."""
 
 
+class Pool:
+    """Memory for recordings. torch (2.13) refuses to record into a pool whose last recording has gone: another one takes
+    its place."""
+
+    def __init__(self, *, is_cuda: bool) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle() if is_cuda else None
+        self._recordings: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._is_new = True
+
+    def to_record(self) -> Any:
+        """Return torch's name of the pool for a new recording."""
+        if not (self._is_new or self._recordings):
+            self.handle = torch.cuda.graph_pool_handle()
+        self._is_new = False
+        return self.handle
+
+    def add(self, recording: Any) -> None:
+        self._recordings.add(recording)
+
+
 class Graph:
     """One recording. On the CPU accelerator it runs the function again, and puts the results where the first ones
     were."""
 
-    def __init__(self, memory: Memory, pool: Any) -> None:
+    def __init__(self, memory: Memory, pool: Pool) -> None:
         """`pool`: of `memory`."""
         self._memory = memory
         self._pool = pool
@@ -63,13 +83,14 @@ class Graph:
         stream.wait_stream(torch.cuda.current_stream(self._memory.device.torch))
         with torch.cuda.stream(stream):
             # Other threads (lanes) go on to call CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool.to_record(), capture_error_mode="thread_local")
             try:
                 results = function()
             except BaseException:
                 self._abandon(graph)
                 raise
             graph.capture_end()
+        self._pool.add(graph)
         self._graph = graph
         return results
 
@@ -80,8 +101,8 @@ class Graph:
             graph.capture_end()
         except RuntimeError:
             with suppress(RuntimeError):  # it had ended before the error
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-            torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool.handle)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool.handle)
             graph.reset()
             _INVALID.append(graph)
             # The generator of random numbers still takes itself to be recorded. An empty recording ends that.
@@ -105,8 +126,7 @@ class Memory:
         """`stream`: of all recordings. Libraries keep a workspace for it, in the memory of the first one."""
         self.device = device
         self.stream = stream
-        self.forwards: Any = torch.cuda.graph_pool_handle() if device.is_cuda else None
-        self.backwards: Any = torch.cuda.graph_pool_handle() if device.is_cuda else None
+        self.forwards, self.backwards = Pool(is_cuda=device.is_cuda), Pool(is_cuda=device.is_cuda)
         self.stack = Stack()
         self.lent = Lent()
         self.inputs = InputMemory()

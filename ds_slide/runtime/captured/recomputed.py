@@ -32,6 +32,7 @@ from ds_slide.runtime.captured.block import (
     needs_gradient,
 )
 from ds_slide.runtime.captured.checks import HostRandom, leaves_below
+from ds_slide.runtime.captured.graphs import Pool
 from ds_slide.runtime.captured.inputs import PLAIN, NotRecordable, leaves_of, with_leaves
 from ds_slide.runtime.core.device import default_generator
 from ds_slide.runtime.weights.saved_weights import hooks_around, only_hooks_of_block
@@ -77,7 +78,7 @@ class RecomputedBlock(CapturedBlock):
     """Replays in a row that could not be, since the weights lay elsewhere."""
 
     @property
-    def _pool(self) -> Any:
+    def _pool(self) -> Pool:
         return self._memory.backwards
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
@@ -247,9 +248,8 @@ class RecomputedBlock(CapturedBlock):
         before = use.watched.before
         if before is None or not before.is_there():  # the recording would be another forward's
             return
-        earlier = self._taken_out()  # a pool of memory is lost with its last recording
+        self._take_out()
         self._try_to_record(use.written, given, leaves, None)
-        del earlier
         if self.recording is None:
             return
         self.recording.before = before
@@ -262,9 +262,8 @@ class RecomputedBlock(CapturedBlock):
         with self._memory.counted():
             self.release()
 
-    def _taken_out(self) -> Recording | None:
-        recording, self.recording, self._misplaced = self.recording, None, 0
-        return recording
+    def _take_out(self) -> None:
+        self.recording, self._misplaced = None, 0
 
     def _placed(self, recording: Recording, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Copy the gradients of results to the places that the recorded backward reads."""

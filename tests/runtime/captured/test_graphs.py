@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_slide.runtime.captured.graphs import Lent, Memory, Stack, Token
+from ds_slide.runtime.captured.graphs import Lent, Memory, Pool, Stack, Token
 from ds_slide.runtime.core.device import Device
 
 EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 1), st.integers(0, 5)), max_size=60)
@@ -105,3 +106,24 @@ def test_the_pools_count_as_allocated_whatever_torch_counts() -> None:
     gpu.torch_allocated -= 150  # all recordings are freed
     memory.close()
     assert (memory.nbytes, gpu.allocated()) == (0, 1050)
+
+
+def test_another_pool_takes_the_place_of_one_without_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to record into a pool whose last recording has gone."""
+    handles = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+
+    class Recording:
+        pass
+
+    pool = Pool(is_cuda=True)
+    assert pool.to_record() == 0  # and this recording fails
+    assert pool.to_record() == 1
+    first, second = Recording(), Recording()
+    pool.add(first)
+    assert pool.to_record() == 1
+    pool.add(second)
+    del first
+    assert pool.to_record() == 1
+    del second
+    assert pool.to_record() == 2
