@@ -33,8 +33,8 @@ _INVALID: list[Any] = []
 
 
 class Pool:
-    """Memory for recordings. torch (2.13) refuses to record into a pool whose last recording has gone: another one takes
-    its place."""
+    """Memory for recordings. torch (2.13) records nothing more into a pool whose last recording has gone: another one
+    takes its place."""
 
     def __init__(self, *, is_cuda: bool) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle() if is_cuda else None
