@@ -434,10 +434,7 @@ class CapturedBlock:
         recording, memory = self.recording, self._memory
         if token is None or recording is None:
             raise SlideError(f"the backward of {self.name} came after its recording had been freed; {WAY_OUT}")
-        if torch.is_grad_enabled():
-            raise SlideError(
-                f"a backward with create_graph=True goes through {self.name}, which replays its backward; {WAY_OUT}"
-            )
+        self._require_no_graph()
         for weight, version in zip(recording.weights.parameters, versions, strict=True):
             SavedTensor(weight, version).unchanged()
         memory.lent.take_back()
@@ -463,6 +460,13 @@ class CapturedBlock:
             found = memory.aside(lambda: _gradients(recording, pattern, places))
         copies = [None if each is None else each.clone() for each in found[:count]]
         return copies + self._give(recording.weights.trained, found[count:], receivers[count:])
+
+    def _require_no_graph(self) -> None:
+        """Raise SlideError in a backward that makes a graph of its own."""
+        if torch.is_grad_enabled():
+            raise SlideError(
+                f"a backward with create_graph=True goes through {self.name}, which replays its backward; {WAY_OUT}"
+            )
 
     def _give(
         self, weights: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], receivers: Sequence[Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from ds_slide.runtime.activations.state_places import globals_of_random
 from ds_slide.runtime.core.context import AS_THEY_ARE
+from ds_slide.runtime.core.device import default_generator
 
 
 def hooks_of(module: nn.Module) -> Iterator[dict[int, Any]]:
@@ -99,6 +101,40 @@ class HostRandom:
         torch.set_rng_state(self._of_torch)
         for place, value in self._others:
             place.write(value)
+
+
+class AllRandom:
+    """The random generators of the host and of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = HostRandom()
+        self._generator = default_generator(device)
+        self._of_torch = torch.get_rng_state(), self._generator.get_state()
+
+    def has_been_drawn_from(self) -> bool:
+        """Whether numbers have been drawn since."""
+        return self._host.has_been_drawn_from(of_torch=True) or not torch.equal(
+            self._generator.get_state(), self._of_torch[1]
+        )
+
+    def put_back(self) -> None:
+        """Let the same numbers be drawn again."""
+        self._host.put_back()
+        self._generator.set_state(self._of_torch[1])
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let torch's generators draw the same numbers again for the length of the context."""
+        now = torch.get_rng_state(), self._generator.get_state()
+        try:
+            self._set(self._of_torch)
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, states: tuple[torch.Tensor, torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        self._generator.set_state(states[1])
 
 
 def leaves_below(results: Iterable[Any]) -> set[int]:

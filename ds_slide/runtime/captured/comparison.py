@@ -13,8 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from ds_slide.runtime.captured.checks import HostRandom
-from ds_slide.runtime.core.device import default_generator
+from ds_slide.runtime.captured.checks import AllRandom
 
 COMPARISONS = 2
 """Comparisons of one recording."""
@@ -47,14 +46,11 @@ def differ(found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor
 def run_beside(run: Callable[[], T], device: torch.device) -> T | None:
     """Run a block once more, and leave the random numbers as they are. None where the block draws some, or where there
     is no memory: then nothing can be compared."""
-    host, generator = HostRandom(), default_generator(device)
-    before = generator.get_state()
+    random = AllRandom(device)
     try:
         result = run()
-        has_drawn = host.has_been_drawn_from(of_torch=True) or not torch.equal(generator.get_state(), before)
-        return None if has_drawn else result
+        return None if random.has_been_drawn_from() else result
     except torch.OutOfMemoryError:
         return None
     finally:
-        host.put_back()
-        generator.set_state(before)
+        random.put_back()

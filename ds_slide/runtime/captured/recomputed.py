@@ -20,21 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.block_state import WatchedCall, modified
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
 from ds_slide.runtime.captured.block import (
     READS_OTHERS,
-    WAY_OUT,
     CapturedBlock,
     Recording,
     is_plain_context,
     needs_gradient,
 )
-from ds_slide.runtime.captured.checks import HostRandom, leaves_below
+from ds_slide.runtime.captured.checks import AllRandom, leaves_below
 from ds_slide.runtime.captured.graphs import Pool
 from ds_slide.runtime.captured.inputs import PLAIN, NotRecordable, leaves_of, with_leaves
-from ds_slide.runtime.core.device import default_generator
 from ds_slide.runtime.weights.saved_weights import hooks_around, only_hooks_of_block
 
 MOST_MISPLACED = 3
@@ -57,8 +54,8 @@ class _Use:
     """Weights that backward has to find as the forward found them: the script has not asked for a recomputation."""
     versions: Sequence[int] = ()
     """Of these weights in the forward."""
-    random: tuple[torch.Tensor, torch.Tensor] | None = None
-    """The states of torch's generators before the forward, if it has drawn from them."""
+    random: AllRandom | None = None
+    """The generators before the forward, if it has drawn from them."""
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[Any]]:
         """Return the arguments, and their leaves."""
@@ -152,15 +149,13 @@ class RecomputedBlock(CapturedBlock):
     def _run_operators(self, use: _Use, leaves: Sequence[Any]) -> Any:
         """Run the forward by operators, and note whether the block can be recorded. Raises NotRecordable where its
         backward cannot be taken apart from the rest; nothing has been drawn then."""
-        host, generator = HostRandom(), default_generator(self._memory.device.torch)
-        before = torch.get_rng_state(), generator.get_state()
+        random = AllRandom(self._memory.device.torch)
         result, inputs, stand_ins = use.watched(*leaves)
         self.watched = use.watched
         if use.watched.has_changed:
             self._end_for(f"it changes {self._state.changes}")
-        after = torch.get_rng_state(), generator.get_state()
-        if host.has_been_drawn_from(of_torch=True) or not all(map(torch.equal, before, after)):
-            use.random = before
+        if random.has_been_drawn_from():
+            use.random = random
             self._end_for("it draws random numbers")
         made = list(leaves_of(result))
         why = "a result is no tensor"
@@ -168,8 +163,7 @@ class RecomputedBlock(CapturedBlock):
             if leaves_below(made) <= {id(each) for each in (*inputs, *stand_ins)}:
                 return result
             why = READS_OTHERS
-        torch.set_rng_state(before[0])
-        generator.set_state(before[1])
+        random.put_back()
         raise NotRecordable(why)
 
     def _end_for(self, why: str) -> None:
@@ -214,10 +208,7 @@ class RecomputedBlock(CapturedBlock):
         """Compute the backward of a call. `tensors`: among its arguments. `gradients`: of the tensors that it returned.
         `receivers`: the nodes of autograd that get the gradients of the tensors and the trained weights. -> what
         autograd gives to these."""
-        if torch.is_grad_enabled():
-            raise SlideError(
-                f"a backward with create_graph=True goes through {self.name}, which replays its backward; {WAY_OUT}"
-            )
+        self._require_no_graph()
         if use.versions != [each._version for each in use.guarded]:
             raise modified(self.name)
         self._memory.lent.take_back()
@@ -293,8 +284,10 @@ def _gradients_by_operators(
 ) -> list[torch.Tensor | None]:
     """Recompute a call and its backward. -> the gradients of the inputs that need one, and of the trained weights."""
     device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
-    again = nullcontext() if use.random is None else _drawing_again(use.random, default_generator(device))
-    with again, torch.autocast(device.type, enabled=False):  # the forward has been without, too
+    with (
+        use.random.again() if use.random else nullcontext(),
+        torch.autocast(device.type, enabled=False),
+    ):  # the forward has been without, too
         result, inputs, stand_ins = use.watched(*leaves)
     made = [each for each in leaves_of(result) if isinstance(each, torch.Tensor)]
     both = [
@@ -307,19 +300,6 @@ def _gradients_by_operators(
     if not results:
         return [None] * len(wanted)
     return list(torch.autograd.grad(results, wanted, given, allow_unused=True))
-
-
-@contextmanager
-def _drawing_again(states: tuple[torch.Tensor, torch.Tensor], generator: torch.Generator) -> Iterator[None]:
-    """Let the generators of the host and the device (`generator`) draw from these states."""
-    now = torch.get_rng_state(), generator.get_state()
-    try:
-        torch.set_rng_state(states[0])
-        generator.set_state(states[1])
-        yield
-    finally:
-        torch.set_rng_state(now[0])
-        generator.set_state(now[1])
 
 
 @contextmanager

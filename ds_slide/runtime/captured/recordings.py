@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
 from ds_slide.runtime.captured.block import CapturedBlock
@@ -9,6 +11,7 @@ from ds_slide.runtime.captured.graphs import Memory
 from ds_slide.runtime.captured.inputs import SharedPlaces
 from ds_slide.runtime.captured.recomputed import RecomputedBlock
 
+Block = TypeVar("Block", bound=CapturedBlock)
 ALL_SHAPES = -1
 """The number that all shapes have in the memory of recomputed blocks."""
 
@@ -49,22 +52,18 @@ class Recordings:
 
     def add(self, call: BlockCall, state: BlockState) -> CapturedBlock:
         """Return a new block, whose call will be recorded."""
-        place = self._number, len(self.blocks)
-        block = CapturedBlock(
-            call.modules, call.unit.name, state, self._memory, self.shared, place, copies=self._copies
-        )
-        self.blocks[call.unit.order] = block
-        return block
+        return self._added(CapturedBlock, call, state, (self._number, len(self.blocks)))
 
     def recomputed(self, call: BlockCall, state: BlockState) -> RecomputedBlock:
         """Return the block of a call that is recomputed."""
         block = self.blocks.get(call.unit.order)
         if not isinstance(block, RecomputedBlock):
-            place = ALL_SHAPES, 0  # their inputs lie in one place, too
-            block = RecomputedBlock(
-                call.modules, call.unit.name, state, self._memory, self.shared, place, copies=self._copies
-            )
-            self.blocks[call.unit.order] = block
+            block = self._added(RecomputedBlock, call, state, (ALL_SHAPES, 0))  # their inputs lie in one place, too
+        return block
+
+    def _added(self, kind: type[Block], call: BlockCall, state: BlockState, place: tuple[int, int]) -> Block:
+        block = kind(call.modules, call.unit.name, state, self._memory, self.shared, place, copies=self._copies)
+        self.blocks[call.unit.order] = block
         return block
 
     def release(self) -> None:
