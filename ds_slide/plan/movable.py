@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -47,14 +47,14 @@ def summable_units(plan: Plan, forwards: int) -> list[Summable]:
     """Return the units whose gradients may be added up on the GPU, in the order in which they get sums. A step has
     `forwards` forwards.
 
-    The order is the opposite of that in which states move, so that a unit gets both only where there is much room.
-    Shares count what is not added up there yet."""
+    Blocks get them in turn (`_in_turn`), and outer modules last. Shares count what is not added up there yet."""
     summed, more = plan.placement.summed, forwards - 1
     there = plan.placement.on_gpu | plan.placement.promoted
     numel = {index: unit.codec.numel for index, unit in enumerate(plan.units) if index not in there}
     held = sum(numel[index] for index in numel if index not in summed)
     down = sum(numel[index] * (1 if index in summed else forwards) for index in numel)
     chosen = [index for index in numel if more > 0 and index not in summed and may_sum(plan, index)]
+    turn = _in_turn(index for index in chosen if not plan.units[index].is_outer)
     return [
         Summable(
             index,
@@ -63,34 +63,54 @@ def summable_units(plan: Plan, forwards: int) -> list[Summable]:
             more * numel[index] / down,
             more,
         )
-        for index in sorted(chosen, key=lambda index: (plan.units[index].is_outer, -index))
+        for index in sorted(chosen, key=lambda index: (plan.units[index].is_outer, turn.get(index, index)))
     ]
 
 
 def summed_units(plan: Plan) -> list[Movable]:
-    """Return the units whose gradients are added up on the GPU, in the order in which they have got sums."""
+    """Return the units whose gradients are added up on the GPU. The last ones lose their sums first."""
     sums = [(index, of_gpu_sum(plan.units[index], plan.needs).nbytes) for index in plan.placement.summed]
     sums.sort(key=lambda each: (plan.units[each[0]].is_outer, -each[0]))
     return [Movable(index, nbytes, 0.0, streamed=False) for index, nbytes in sums]
 
 
-def movable_states(plan: Plan) -> list[Movable]:
-    """Return the units in host memory or on SSD whose states may go to the GPU, in the order of their moves."""
+def movable_states(plan: Plan, forwards: int = 1) -> list[Movable]:
+    """Return the units in host memory or on SSD whose states may go to the GPU, in the order of their moves. A step has
+    `forwards` forwards."""
     promoted, units = plan.placement.promoted, enumerate(plan.units)
-    free = (index for index, unit in units if unit.codec.numel and index not in promoted)
-    return _in_order(plan, (index for index in free if why_fixed(plan, index) is None))
+    free = [index for index, unit in units if unit.codec.numel and index not in promoted]
+    chosen = [index for index in free if why_fixed(plan, index) is None]
+    blocks = (index for index in chosen if not plan.units[index].is_outer)
+    return _in_order(plan, chosen, _in_turn(blocks) if forwards > 1 else {})
 
 
 def promoted_states(plan: Plan) -> list[Movable]:
-    """Return the units whose states have moved to the GPU, in the order of their moves."""
-    return _in_order(plan, plan.placement.promoted)
+    """Return the units whose states have moved to the GPU. The last ones leave it first."""
+    return _in_order(plan, plan.placement.promoted, {})
 
 
-def _in_order(plan: Plan, candidates: Iterable[int]) -> list[Movable]:
+def _in_turn(blocks: Iterable[int]) -> dict[int, int]:
+    """Return a number for each block, by index. The blocks with the smallest numbers, as many as you like, are spread
+    evenly over the model, and so are the others.
+
+    With several micro-batches the host adds up the gradients of the blocks that have neither states nor sums on the
+    GPU. Where such blocks follow each other, backward waits for the host in front of a buffer, and the host has nothing
+    to do under the other blocks. The numbers are those of the points of the van der Corput sequence, whose n-th point
+    is n with its bits reversed behind the point."""
+    if not (ordered := sorted(blocks)):
+        return {}
+    bits = max(len(ordered) - 1, 0).bit_length()
+    points = (sum((number >> bit & 1) << (bits - 1 - bit) for bit in range(bits)) for number in range(1 << bits))
+    places = dict.fromkeys(point * len(ordered) >> bits for point in points)
+    return {ordered[place]: number for number, place in enumerate(places)}
+
+
+def _in_order(plan: Plan, candidates: Iterable[int], turn: Mapping[int, int]) -> list[Movable]:
     """Return the units with the indices `candidates`, sorted by when their states go to the GPU.
 
     Units on SSD come first: a tenth of their traffic can take the time of all updates in host memory. Then come outer
-    modules, whose updates nothing hides, and then blocks by index. Shares count only what is not on the GPU yet."""
+    modules, whose updates nothing hides, and then blocks by their number in `turn`, or by index: the first blocks of a
+    forward wait longest for their updates. Shares count only what is not on the GPU yet."""
     units, needs, placement = plan.units, plan.needs, plan.placement
     there = placement.on_gpu | placement.promoted
     updated = sum(unit.codec.numel for index, unit in enumerate(units) if index not in there)
@@ -105,7 +125,8 @@ def _in_order(plan: Plan, candidates: Iterable[int]) -> list[Movable]:
             disk_share=on_ssd.get(index, 0) / max(all_on_ssd, 1),
         )
         for index in sorted(
-            candidates, key=lambda index: (index not in placement.on_ssd, not units[index].is_outer, index)
+            candidates,
+            key=lambda index: (index not in placement.on_ssd, not units[index].is_outer, turn.get(index, index), index),
         )
     ]
 

@@ -114,6 +114,12 @@ class Step:
         lanes = {**self.lanes, "compute": self.lanes["compute"] + seconds}
         return replace(self, step_s=self.step_s + seconds, lanes=lanes)
 
+    def computing(self, seconds: float) -> Step:
+        """Return this step with a GPU that computes for at most `seconds`. What that had hidden may then show."""
+        faster = replace(self, lanes={**self.lanes, "compute": min(seconds, self.lanes["compute"])})
+        shorter = self._of_phases(Change()) - faster._of_phases(Change())
+        return replace(faster, step_s=self.step_s - shorter)
+
     def after(self, change: Change) -> float:
         """Return the predicted seconds of this step after `change`.
 

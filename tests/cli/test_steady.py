@@ -101,8 +101,8 @@ class Engine:
 
     def release_cached(self) -> None: ...
 
-    def movable(self) -> Sequence[Movable]:
-        return movable_states(self.plan)
+    def movable(self, forwards: int) -> Sequence[Movable]:
+        return movable_states(self.plan, forwards)
 
     def promoted(self) -> Sequence[Movable]:
         there = self.plan.placement.promoted
@@ -113,6 +113,9 @@ class Engine:
 
     def summed(self) -> Sequence[Movable]:
         return summed_units(self.plan)
+
+    def on_their_way(self) -> int:
+        return 0
 
     def slots(self, forwards: int) -> Slots:
         return window_slots(self.plan, forwards)

@@ -17,7 +17,7 @@ from ds_slide.optim.low_precision import STATE_FORMATS
 from ds_slide.plan import memory
 from ds_slide.plan.allocations import BLOCK_RING, EXPERT_BUFFERS, EXPERTS, PIECES, PIECES_RING, SLOTS, undo_bytes
 from ds_slide.plan.memory import AUTOMATIC, NOTHING_TAKEN, Budgets, Plan, Taken, gpu_cost, make_plan
-from ds_slide.plan.movable import why_fixed
+from ds_slide.plan.movable import movable_states, summable_units, why_fixed
 from ds_slide.plan.needs import Needs, SsdNeeds, UnitSize
 from ds_slide.plan.placement import USABLE_SHARE
 from ds_slide.report.log import size
@@ -485,3 +485,27 @@ def test_blocks_with_experts_in_parts_stay_in_host_memory() -> None:
     made = make_plan(MIXTURE, replace(NEEDS, experts=4 * EXPERT * 2), replace(BUDGETS, gpu_states=PLENTY))
     assert made.placement.on_gpu == {0}
     assert [why_fixed(made, index) for index in range(1, 5)] == ["its experts move in parts"] * 4
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 28, 36])
+@pytest.mark.parametrize("on_gpu", [0, 5, 36])
+def test_with_several_micro_batches_blocks_move_in_turn(blocks: int, on_gpu: int) -> None:
+    """The host adds up the gradients of the others in each backward: never many blocks in a row."""
+    units = [UNITS[0], *(replace(UNITS[1], name=f"layers.{number}") for number in range(blocks))]
+    made = make_plan(units, replace(NEEDS, ring=4), BUDGETS)
+    made = made.with_promoted(frozenset(range(1, 1 + min(on_gpu, blocks))), 2, frozenset())
+    there = made.placement.promoted
+    assert [each.order for each in movable_states(made)] == [each for each in range(1 + blocks) if each not in there]
+    moved = [each.order for each in movable_states(made, forwards=8)]
+    summed = [each.order for each in summable_units(made, forwards=8)]
+    assert sorted(moved) == sorted(summed) == [each for each in range(1 + blocks) if each not in there]
+    assert moved[0] == summed[-1] == 0  # the outer module's update is hidden by nothing
+    for count in range(1, blocks - len(there)):
+        for chosen in (moved[1:][:count], summed[:count]):
+            runs = _runs([each in chosen for each in range(1, 1 + blocks) if each not in there])
+            assert max(runs) < math.ceil((blocks - len(there)) / 2 ** int(math.log2(count)))
+
+
+def _runs(chosen: list[bool]) -> list[int]:
+    """Return how many follow each other that are not `chosen`."""
+    return [len(each) for each in "".join("x" if one else "o" for one in chosen).split("x")]

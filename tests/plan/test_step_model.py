@@ -187,3 +187,16 @@ def test_recomputation_is_time_of_the_gpu(step: Step, seconds: float) -> None:
     more = step.recomputing(seconds)
     assert more.stall_s == pytest.approx(step.stall_s, abs=1e-9)
     assert more.after(Change(kept_s=seconds)) == pytest.approx(step.step_s, abs=1e-9)
+
+
+def test_a_gpu_that_waits_for_the_host_no_more_shows_the_other_lanes() -> None:
+    """3 B in 24 GiB of an H100, 1 x 2,048 x 8: the host launched for 3.1 s what the GPU computes in 0.8."""
+    lanes = {"compute": 3.1, "h2d": 0.9, "d2h": 0.95, "update": 1.8}
+    step = Step("deferred", 3.6, lanes, holding_s=1.1, down_s=0.95, micro_batches=8)
+    faster = step.computing(0.8)
+    assert faster.lanes["compute"] == 0.8
+    # Forwards take as long as half the fetches, backwards as long as the additions; and the wait for the updates stays.
+    assert faster.step_s == pytest.approx(0.45 + 1.1 + 0.5)
+    assert step.computing(5.0).step_s == step.step_s
+    alone = replace(step, micro_batches=1).computing(0.8)
+    assert alone.step_s == pytest.approx(3.6 - 2.3)

@@ -93,7 +93,7 @@ def decide(question: Question) -> Decision:
         step = question.forecaster.step(plan, kept, two=False) if look == LOOKS[0] else coming
         room, reserve = for_states(spare.bytes_beside(plan), spare.needed, tied=spare.tied)
         slots = window_slots(plan, question.forwards)
-        movable = movable_states(plan) if question.moves_states else ()
+        movable = movable_states(plan, question.forwards) if question.moves_states else ()
         whole = step.recomputing(kept.seconds(question.keepable))
         sums = summable_units(plan, question.forwards) if question.moves_states else ()
         offer = Offer(room, movable, question.keepable, whole, slots, spare.memory_rate, reserve, sums)

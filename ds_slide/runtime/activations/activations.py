@@ -19,6 +19,7 @@ from ds_slide.runtime.activations.costs import BlockCosts
 from ds_slide.runtime.activations.kept_calls import KeptCall, KeptCalls, MixedCall, WholeCall
 from ds_slide.runtime.activations.moved_inputs import MovedInputs, input_of
 from ds_slide.runtime.captured.captures import Captures, Wanted
+from ds_slide.runtime.captured.checks import AllRandom
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.ssd.space import SpaceOnSsd
@@ -70,6 +71,7 @@ class Activations:
         """`unasked`: blocks, by `Unit.order`, that may be recomputed though their script does not ask for it. `space`:
         for inputs of blocks; None where none may go on to SSD."""
         self._blocks = list(blocks)
+        self._device = context.device.torch
         self.costs = BlockCosts(self._blocks, context.device, mixes=context.settings.slide.activations == "auto")
         self.times = self.costs.times
         self._taken = TakenOver(blocks, unasked, self)
@@ -82,6 +84,8 @@ class Activations:
             context.settings.slide.captured_blocks,
             copies=context.ranks.world_size > 1,
         )
+        self._recordable: dict[int, bool] = {}
+        """Whether a block can probably be recorded, by order, as its first call in a timed step shows."""
         self._named: set[type] = set()
         """Classes of blocks that change their state, and that the log has named."""
         self._forward = _Forward()
@@ -127,12 +131,21 @@ class Activations:
         return Wanted(sum(sizes), max(sizes, default=0), self.costs.gradient_bytes, streams, keeps)
 
     def keepable(self, shape: Shape | None) -> list[Keepable]:
-        """Return the blocks whose activations may be kept: none while recorded blocks are recomputed."""
-        return [] if self.captures.recomputes else self.costs.keepable(shape)
+        """Return the blocks whose activations may be kept: none where recordings recompute them."""
+        return [] if self.captures.recompute_all else self.costs.keepable(shape)
 
-    def reserved(self, shape: Shape | None) -> float:
-        """Return the bytes of the GPU to be left for recordings to come."""
-        return self.captures.reserved(self._wanted(self.costs.keepable(shape)))
+    def expect_recordings(self, shape: Shape | None) -> float:
+        """Decide whether recordings of blocks are to come. -> bytes of the GPU to be left for them."""
+        wanted = self._wanted(self.costs.keepable(shape))
+        may_be_recorded = 2 * sum(self._recordable.values()) > len(self._blocks)
+        self._recordable.clear()
+        return self.captures.expect(wanted, waits_for_host=self.times.wait_for_host and may_be_recorded)
+
+    @property
+    def seconds_on_gpu(self) -> float | None:
+        """Seconds that the GPU would compute in the timed step if it did not wait for the host, where recordings are to
+        come, which see to that. None: it computes as measured."""
+        return self.times.on_gpu_s if self.captures.are_expected else None
 
     def _beside(self, block: Keepable, shape: Shape | None) -> Keepable:
         """Return what a recorded block takes beside its recording."""
@@ -142,6 +155,7 @@ class Activations:
     def allow_giving_up(self) -> None:
         """Make the tensors that this forward keeps ready to be given up."""
         self._forward.may_give_up = True
+        self.captures.keep_apart()
 
     def give_up(self) -> int:
         """Give up a portion of the tensors kept for coming backwards, and keep nothing more in this forward. -> bytes;
@@ -193,8 +207,23 @@ class Activations:
 
     def run(self, call: BlockCall) -> Any:
         """Run a block for its layer."""
-        order, forward = call.unit.order, self._forward
+        order = call.unit.order
         self.costs.calls[order] += 1
+        if self.times.is_timing and order not in self._recordable:
+            return self._look_at(call)
+        return self._run(call)
+
+    def _look_at(self, call: BlockCall) -> Any:
+        """Run a block, and note whether it can probably be recorded: not if it draws random numbers."""
+        self._recordable[call.unit.order] = may_record = self.captures.may_record(call)
+        random = AllRandom(self._device) if may_record else None
+        result = self._run(call)
+        if random is not None and random.has_been_drawn_from():
+            self._recordable[call.unit.order] = False
+        return result
+
+    def _run(self, call: BlockCall) -> Any:
+        order, forward = call.unit.order, self._forward
         kept, is_mixed = self._bytes.setdefault(order, []), False
         self.inputs.enter(order)
         if not torch.is_grad_enabled():

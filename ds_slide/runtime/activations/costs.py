@@ -5,6 +5,7 @@ All blocks of a kind have the same costs. Their time is the mean, so that noise 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ from ds_slide.runtime.core.unit import Unit
 WAIT_S = 2e-3
 """A GPU that idles longer than this between two blocks waits for weights; Python's part between two layers of
 transformers is shorter."""
+HOST_BOUND = 0.8
+"""A block whose launches take the host this part of its time on the GPU, or more, waits for the host. The shortest
+times are compared: updates in host memory slow the host down by up to three times. In 24 GiB of an H100 the part was
+0.69 with 3 B and 8 x 2,048 tokens, 0.99 with 7.6 B and 1 x 2,048, and 2.7 with 3 B and 1 x 2,048
+(benchmarks/results/2026-11-27_nvidia-h100_recorded-blocks_3.md)."""
+
+OUTSIDE = 1.25
+"""What a step computes, as a multiple of what its blocks do: 1.2 to 1.3 with 3 B and 7.6 B (the same page)."""
 
 
 class BlockCosts:
@@ -134,9 +143,9 @@ class CallTimes:
         """`kind`: the kind of each block, by `Unit.order`."""
         self._device = device
         self._kind = kind
-        self._is_timing = False
-        self._entered: dict[int, Marker] = {}
-        """Marks at which blocks have begun to compute."""
+        self.is_timing = False
+        self._entered: dict[int, tuple[Marker, float]] = {}
+        """Marks at which blocks have begun to compute, and the host's seconds then."""
         self._calls: list[_Call] = []
         self._latest: _Call | None = None
         """The last call, until the next block begins."""
@@ -147,26 +156,33 @@ class CallTimes:
         call is the cost of mixing."""
         self._mixing_s: dict[Hashable, float] = {}
         """Additional seconds of a block's forwards in a step where some results stay, by kind."""
+        self.on_gpu_s = 0.0
+        """Seconds of all that the step computes, with blocks that are recomputed and a GPU that waits for nothing."""
+        self.wait_for_host = False
+        """Whether the host took as long as the GPU for the timed calls."""
 
     def begin(self) -> None:
         """Time calls from now on."""
         self._calls.clear()
         self._entered.clear()
         self._latest = None
-        self._is_timing = True
+        self.is_timing = True
 
     def enter(self, order: int) -> None:
         """Note that a block begins to compute with its weights: a recomputation has no wait for them."""
-        if not self._is_timing:
+        if not self.is_timing:
             return
-        self._entered[order] = self._device.mark(timed=True)
+        begun = self._device.mark(timed=True)
+        self._entered[order] = begun, time.perf_counter()
         if self._latest is not None:
-            self._latest.following, self._latest = self._entered[order], None
+            self._latest.following, self._latest = begun, None
 
     def leave(self, order: int, shape: Shape | None, *, is_mixed: bool) -> None:
         """Note that a call of the block has ended, in a batch of `shape`. `is_mixed`: it has kept some results only."""
-        if (begun := self._entered.pop(order, None)) is not None:
-            self._latest = _Call(order, shape, begun, self._device.mark(timed=True), is_mixed)
+        if (entered := self._entered.pop(order, None)) is not None:
+            begun, host_began = entered
+            host_s = time.perf_counter() - host_began
+            self._latest = _Call(order, shape, begun, self._device.mark(timed=True), host_s, is_mixed)
             self._calls.append(self._latest)
 
     def end_forward(self) -> None:
@@ -196,8 +212,16 @@ class CallTimes:
             if mixed and known is not None:
                 more[kind] = more.get(kind, 0.0) + calls_of_block * fmean(each.longer_than(known) for each in mixed)
         self._mixing_s |= {kind: max(0.0, seconds) for kind, seconds in more.items()}
+        # A forward, its recomputation, and a backward of two forwards.
+        shortest = (len(calls) * min(each.seconds for each in calls) for calls in alike.values())
+        self.on_gpu_s = OUTSIDE * 4 * sum(shortest)
+        if self._calls:
+            of_host, of_gpu = (
+                min(each) for each in zip(*((call.host_s, call.seconds) for call in self._calls), strict=True)
+            )
+            self.wait_for_host = of_host >= HOST_BOUND * of_gpu
         self._calls.clear()
-        self._is_timing = False
+        self.is_timing = False
 
     def seconds_of(self, order: int) -> float:
         """Return the seconds of the block's forwards in a step; 0 as long as nothing has been timed."""
@@ -211,13 +235,15 @@ class CallTimes:
 
 @dataclass
 class _Call:
-    """One timed call of a block's forward. `shape`: of the batch. `is_mixed`: it has kept some results only.
-    `following`: the mark at which the next block of the same forward has begun to compute, if one has."""
+    """One timed call of a block's forward. `shape`: of the batch. `host_s`: seconds in which the host has launched it.
+    `is_mixed`: it has kept some results only. `following`: the mark at which the next block of the same forward has
+    begun to compute, if one has."""
 
     order: int
     shape: Shape | None
     begun: Marker
     ended: Marker
+    host_s: float
     is_mixed: bool
     following: Marker | None = None
 

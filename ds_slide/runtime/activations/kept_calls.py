@@ -154,6 +154,8 @@ class OperatorMode(TorchDispatchMode):
     """Sees every operator that runs, except inside of compiled code (`torch.compile`), which runs unchanged."""
 
     supports_higher_order_operators = True
+    lets_replay = False
+    """Whether operators may run unseen, in a replay."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -28,6 +28,7 @@ from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.block_state import Before, BlockState
@@ -165,7 +166,9 @@ class CapturedBlock:
         if not is_plain_context(self._memory.device.torch.type):
             return False
         if self.recording is None:
-            return not any(hooks for each in self._inside for hooks in hooks_of(each))
+            return not _len_torch_dispatch_stack() and not any(
+                hooks for each in self._inside for hooks in hooks_of(each)
+            )
         return self.recording.is_valid()
 
     @contextmanager
@@ -505,12 +508,19 @@ def _only_accumulates(weight: nn.Parameter, receiver: Any) -> bool:
 
 
 def is_plain_context(device: str) -> bool:
-    """Whether operators run as they are written: not under autocast, a transform, or what watches each operator."""
-    if torch.is_anomaly_enabled() or torch.is_autocast_enabled(device) or _len_torch_dispatch_stack():
+    """Whether operators run as they are written: not under autocast, a transform, or what watches each operator.
+    `Retries` may be in force: a replay takes no memory."""
+    if torch.is_anomaly_enabled() or torch.is_autocast_enabled(device):
+        return False
+    if _len_torch_dispatch_stack() and not all(map(_lets_replay, _get_current_dispatch_mode_stack())):
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def _lets_replay(mode: Any) -> bool:
+    return bool(getattr(mode, "lets_replay", False))
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:

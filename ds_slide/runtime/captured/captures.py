@@ -5,7 +5,8 @@
     OFF        no block can be recorded, or it is switched off
 
 A shape is recorded if the device waits for the host: most blocks of its last forward found the device without work when
-the host began to launch them. (A device that has work left would not be done earlier with a recording.)
+the host began to launch them. (A device that has work left would not be done earlier with a recording.) Before memory
+is shared out, the times of a step tell the same (`CallTimes.wait_for_host`): then recordings are expected.
 
 Recordings of blocks that keep their activations need memory beside these, which all shapes share. Where it is not
 spare, or most blocks stream, all blocks are recomputed instead: their recordings need the memory of one block
@@ -25,7 +26,7 @@ from ds_slide.plan.spare import Shape
 from ds_slide.report.log import log, size
 from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
-from ds_slide.runtime.captured.checks import has_experts
+from ds_slide.runtime.captured.checks import has_experts, hooks_of
 from ds_slide.runtime.captured.graphs import Memory
 from ds_slide.runtime.captured.recomputed import RecomputedBlock
 from ds_slide.runtime.captured.recordings import Recordings
@@ -105,6 +106,9 @@ class Captures:
         """The shape of the newest forward."""
         self.recomputes = False
         """Whether all blocks that are recorded are recomputed."""
+        self.are_expected = False
+        """Whether recordings of recomputed blocks are to come: the device waits for the host, and their memory is left
+        free. No block keeps activations until then."""
         self._may_recompute = True
         """Whether recordings of recomputed blocks have not made steps longer."""
         self._trial: _Trial | None = None
@@ -151,6 +155,10 @@ class Captures:
             if self._is_idle:
                 self._memory.lent.take_back()
 
+    def keep_apart(self) -> None:
+        """Note that blocks keep activations in this forward where these can be given up, and not in recordings."""
+        self._might_replay &= self.recomputes
+
     def end_forward(self, *, completed: bool) -> None:
         """End the forward. `completed`: no exception has ended it. Otherwise some blocks may lack their recordings."""
         recordings = None if self._current is None else self._current.recordings
@@ -175,8 +183,8 @@ class Captures:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no graph waits for the backward of a recording."""
-        return self._memory is None or self._memory.stack.is_empty
+        """Whether no graph waits for the backward of a recording, and no recorded block is under way."""
+        return self._memory is None or (self._memory.stack.is_empty and not self._memory.running)
 
     def room_of(self, room: float, wanted: Wanted) -> tuple[float, int]:
         """Decide whether the forward that begins records its blocks. `room`: bytes that it may keep beside recordings.
@@ -195,7 +203,7 @@ class Captures:
                     before = min(self._latest, default=None) if wanted.keeps and not self._is_asked else None
                     self._trial = _Trial(before) if recomputes else None
                 self._memory.recorded_shapes += 1
-                self.recomputes = recomputes
+                self.recomputes, self.are_expected = recomputes, False
                 shape.recordings = Recordings(self._memory, self._memory.recorded_shapes, copies=self._copies)
                 return (0.0, 0) if recomputes else (room + held, held)
         if shape.recordings is not None:
@@ -204,16 +212,23 @@ class Captures:
             log.info(f"recordings of blocks are freed: batches of another shape need their {size(held)}")
             self._free()
             return room + held, 0
-        return room, 0
+        return (min(room, 0.0) if self.are_expected else room), 0
 
-    def reserved(self, wanted: Wanted) -> float:
-        """Return the bytes to be left for the recordings to come, of blocks that are recomputed."""
-        is_slow = self._current is not None and (self._current.waited or self._current.recordings is not None)
-        may_come = self.phase is not Phase.OFF and self._may_recompute and is_slow and not self.nbytes
+    def expect(self, wanted: Wanted, *, waits_for_host: bool) -> float:
+        """Decide whether recordings of recomputed blocks are to come. -> bytes to be left for them. `waits_for_host`:
+        whether the device waits for the host in blocks that can be recorded."""
+        may_come = self.phase is not Phase.OFF and self._may_recompute and not self.nbytes
+        may_come &= self._is_asked or waits_for_host
+        self.are_expected = may_come and wanted.streams
         return wanted.recomputed if may_come else 0.0
 
+    @property
+    def recompute_all(self) -> bool:
+        """Whether all blocks are recomputed from recordings, or will be soon."""
+        return self.recomputes or self.are_expected
+
     def _is_due(self, shape: SeenShape) -> bool:
-        is_slow = self._is_asked or shape.waited
+        is_slow = self._is_asked or self.are_expected or shape.waited
         return self.phase is Phase.RECORDING and is_slow and self.shapes.is_due(shape)
 
     @property
@@ -263,18 +278,24 @@ class Captures:
 
     def recomputed(self, call: BlockCall) -> RecomputedBlock | None:
         """Return what runs a call of a block that is recomputed; None where it runs through its checkpoint."""
-        unit = call.unit
         recordings = self._recordings
-        if recordings is None or not self.recomputes or recordings.lacks_memory:
-            return None
-        # Weights that are not all in their places when the block begins.
-        if unit.experts or unit.carried or unit.is_gathered:
-            return None
-        if call.mixing_form is None or (self._wanted == "auto" and has_experts(call.modules)):
+        if recordings is None or not self.recomputes or recordings.lacks_memory or not self._can_recompute(call):
             return None
         self._make_place(recordings)
-        block = recordings.recomputed(call, self._states[unit.order])
+        block = recordings.recomputed(call, self._states[call.unit.order])
         return block if block.may_run(call) else None
+
+    def _can_recompute(self, call: BlockCall) -> bool:
+        """Whether a recomputed block may have recordings."""
+        unit = call.unit
+        # Weights that are not all in their places when the block begins.
+        if unit.experts or unit.carried or unit.is_gathered:
+            return False
+        return call.mixing_form is not None and not (self._wanted == "auto" and has_experts(call.modules))
+
+    def may_record(self, call: BlockCall) -> bool:
+        """Whether a recomputed block can probably be recorded."""
+        return self._can_recompute(call) and not any(map(any, map(hooks_of, call.modules[1:])))
 
     def _make_place(self, recordings: Recordings) -> None:
         """Make place for recordings that begin."""
@@ -311,6 +332,8 @@ class Captures:
             self._latest.append(seconds)
         self._steps += 1
         self.phase = Phase.RECORDING if is_settled and self._steps >= self._pause else Phase.WAITING
+        if self.phase is Phase.RECORDING and self._steps >= self._pause + STEADY:
+            self.are_expected = False  # batches of ever other shapes, or memory that is not there after all
         if not self._has_said and not self._is_stale:
             self._say([each.recordings for each in self.shapes.recorded if each.recordings is not None])
         elif self._trial is not None and self._memory is not None and not self._is_stale:
@@ -374,9 +397,9 @@ class Captures:
 
     def leave_weights(self) -> None:
         """Free the recordings because weights are about to move: now, or once no graph waits for its backward."""
-        pause = self._pause
+        pause, are_expected = self._pause, self.are_expected or self.recomputes
         self.give_up()
-        self._pause = pause  # memory is not short
+        self._pause, self.are_expected = pause, are_expected  # memory is not short
         self._is_stale = self._memory is not None
 
     def _free(self) -> None:
@@ -387,7 +410,7 @@ class Captures:
                 each.end()
             self._close_memory()
             self._pause = min(2 * self._pause, MOST_PAUSE)
-        self._is_stale = self._might_replay = False
+        self._is_stale = self._might_replay = self.are_expected = False
         self._steps = self._pushed = 0
         self.phase = Phase.OFF if self.phase is Phase.OFF else Phase.WAITING
 

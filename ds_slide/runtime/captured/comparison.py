@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_slide.runtime.captured.checks import AllRandom
 
@@ -48,7 +49,8 @@ def run_beside(run: Callable[[], T], device: torch.device) -> T | None:
     is no memory: then nothing can be compared."""
     random = AllRandom(device)
     try:
-        result = run()
+        with _disable_current_modes():  # a comparison is worth no memory that has to be given up for it
+            result = run()
         return None if random.has_been_drawn_from() else result
     except torch.OutOfMemoryError:
         return None

@@ -132,6 +132,8 @@ class Memory:
         self.inputs = InputMemory()
         self.recorded_shapes = 0
         """The number of shapes that have been recorded, now and then."""
+        self.running = 0
+        """Calls of recomputed blocks that are under way, in their forward or backward."""
         self.has_erred = False
         """Whether a replay has given other numbers than the operators."""
         self.nbytes = 0

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 
 from ds_slide.runtime.activations.block_state import WatchedCall, modified
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
@@ -89,10 +90,12 @@ class RecomputedBlock(CapturedBlock):
     def run(self, call: BlockCall) -> Any:
         """Run the forward of a call that may come here."""
         self._call, self.watched, self.has_replayed = call, None, False
+        self._memory.running += 1
         try:
             return self._run_inside(call)
         finally:
             self._call = None
+            self._memory.running -= 1
 
     def _forward(self, written: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -208,6 +211,19 @@ class RecomputedBlock(CapturedBlock):
         """Compute the backward of a call. `tensors`: among its arguments. `gradients`: of the tensors that it returned.
         `receivers`: the nodes of autograd that get the gradients of the tensors and the trained weights. -> what
         autograd gives to these."""
+        self._memory.running += 1
+        try:
+            return self._backward_of(use, tensors, gradients, receivers)
+        finally:
+            self._memory.running -= 1
+
+    def _backward_of(
+        self,
+        use: _Use,
+        tensors: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        receivers: Sequence[Any],
+    ) -> list[torch.Tensor | None]:
         self._require_no_graph()
         if use.versions != [each._version for each in use.guarded]:
             raise modified(self.name)
@@ -218,7 +234,7 @@ class RecomputedBlock(CapturedBlock):
         given, leaves = use.with_tensors(tensors)
         is_due = self.recording is None or self._misplaced >= MOST_MISPLACED
         is_plain = is_plain_context(self._memory.device.torch.type)
-        if is_due and is_plain and not self.has_ended:
+        if is_due and is_plain and not _len_torch_dispatch_stack() and not self.has_ended:
             self._record_both(use, given, leaves, gradients)
         recording = self._fitting(given, leaves)
         has_state = recording is not None and use.watched.may_find(recording.before)

@@ -102,6 +102,8 @@ class Gradients:
         self._turn = 0
         self._early: set[Staging] = set()
         """Staging buffers with gradients that were packed early and are not averaged yet."""
+        self._scattered: list[Scattered] = []
+        """Sources of outer modules' gradients that may still be on the GPU."""
         self._updating = updating
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
@@ -160,6 +162,11 @@ class Gradients:
     def use(self, stagings: Sequence[Staging]) -> None:
         """Pack gradients in these buffers from now on. No gradient is on its way."""
         self._stagings, self._turn = list(stagings), 0
+
+    @property
+    def on_their_way(self) -> int:
+        """Bytes of outer modules' gradients on the GPU that are still to be copied to host memory."""
+        return sum(each.nbytes for each in self._scattered)
 
     def holds(self, nbytes: int) -> bool:
         """Whether the buffers take `nbytes` of packed gradients."""
@@ -376,7 +383,9 @@ class Gradients:
         An outer module's few large gradients go down from where autograd left them: packing a vocabulary matrix would
         take a staging buffer of its size."""
         if unit.spec.kind == "outer" and self._ranks.world_size == 1:
-            return Scattered.of(unit, self._d2h)
+            source = Scattered.of(unit, self._d2h)
+            self._scattered = [*(each for each in self._scattered if each.places), source]
+            return source
         return self._reduced(unit)
 
     def _reduced(self, unit: Unit) -> Packed:

@@ -97,6 +97,11 @@ class Scattered:
                 place.flat.record_stream(d2h.stream)
         return cls(places)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients; 0 once they have been copied."""
+        return sum(place.flat.nbytes for place in self.places if place.flat is not None)
+
     def square_sum(self) -> torch.Tensor:
         sums = [square_sum(place.flat) for place in self.places if place.flat is not None]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)

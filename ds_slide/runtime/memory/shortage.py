@@ -196,6 +196,8 @@ class Proof:
 class Retries(OperatorMode):
     """A dispatcher mode, in force between `enter` and `leave`, which one thread calls, and in `around_backward`."""
 
+    lets_replay = True  # it takes no memory
+
     def __init__(self, shortage: Shortage) -> None:
         super().__init__()
         self._shortage = shortage

@@ -44,10 +44,10 @@ each time: where states have to go back again and again, moving them costs more 
 @dataclass(frozen=True)
 class Record:
     """The measurements of a rank. `offer`: the spare memory while nothing is kept, without the states that may move,
-    which all ranks know. `kept_s`: seconds of recomputation that its step has left out."""
+    which all ranks know. `seconds`: of the step that was measured."""
 
     offer: Offer
-    kept_s: float
+    seconds: float
 
 
 @dataclass
@@ -239,26 +239,31 @@ class SpareMemory:
         if latest is None or shape is None:
             return None
         gpu, states = self.room.budget.gpu, self.room.states
-        room = self.room.of(None) - self.activations.reserved(shape)
+        reserved = self.activations.expect_recordings(shape)
+        room = self.room.of(None) - reserved
         if room < 0:
             elsewhere = self.activations.movable_bytes(shape)
-            room = min(0.0, self.room.of(None, elsewhere=elsewhere))
+            room = min(0.0, self.room.of(None, elsewhere=elsewhere) - reserved)
         room, reserve = for_states(room, self.need.nbytes, tied=self._is_tied, varying=len(self._shapes) > 1)
         inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
         kept_s = self.activations.kept_seconds
         step = _measured(latest, self._updating.schedules().measured, inputs, forwards).recomputing(kept_s)
+        seconds = step.after(Change(kept_s))
+        if (on_gpu := self.activations.seconds_on_gpu) is not None:
+            step = step.computing(on_gpu)
         slots = NO_SLOTS if states is None else states.slots(forwards)
         rate = (None if gpu is None else gpu.memory_rate()) or MEMORY_RATE
         keepable = self.activations.keepable(shape)
-        return Record(Offer(room, (), keepable, step, slots, rate, reserve), kept_s)
+        return Record(Offer(room, (), keepable, step, slots, rate, reserve), seconds)
 
     def _share_out(self, record: Record) -> None:
         offer, states = record.offer, self.room.states
         room, choice = offer.room, share_out(offer.without_moves())
         if states is not None:
             there, stay = _stay(0.0, states), _stay(-room, states)
-            sums = states.summable(offer.slots.passes // 2)
-            with_states = share_out(replace(offer, states=states.movable(), sums=sums))
+            forwards = offer.step.micro_batches
+            movable, sums = states.movable(forwards), states.summable(forwards)
+            with_states = share_out(replace(offer, states=movable, sums=sums))
             if room < 0 and (there.promoted or there.summed):
                 states.move(stay.promoted, None, stay.summed)
             elif with_states.moves(offer) and states.move(
@@ -277,7 +282,7 @@ class SpareMemory:
             log.info(
                 f"{spare}{beside}: room for{more} the states of {len(choice.states)} more units "
                 f"and the activations of {choice.kept} of {len(offer.activations)} checkpointed blocks{parts}; "
-                f"expected: {choice.seconds:.3f} s a step, after {offer.step.after(Change(record.kept_s)):.3f} s"
+                f"expected: {choice.seconds:.3f} s a step, after {record.seconds:.3f} s"
             )
 
 

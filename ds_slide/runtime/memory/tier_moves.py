@@ -359,9 +359,9 @@ class RunningStates:
         plan = runtime.parts.plan
         self._least = least_slots(plan.placement.window, plan.needs)
 
-    def movable(self) -> list[Movable]:
-        """Return the movable states in host memory and on SSD."""
-        return movable_states(self._runtime.parts.plan)
+    def movable(self, forwards: int) -> list[Movable]:
+        """Return the movable states in host memory and on SSD, with `forwards` forwards a step."""
+        return movable_states(self._runtime.parts.plan, forwards)
 
     def promoted(self) -> list[Movable]:
         """Return the states that were promoted to the GPU."""
@@ -374,6 +374,10 @@ class RunningStates:
     def summed(self) -> list[Movable]:
         """Return the units whose gradients are added up on the GPU."""
         return summed_units(self._runtime.parts.plan)
+
+    def on_their_way(self) -> int:
+        """Return the bytes of gradients that leave the GPU by themselves."""
+        return self._runtime.parts.gradients.on_their_way
 
     def slots(self, forwards: int) -> Slots:
         """Return the slots of the window, which serves `forwards` forwards a step."""

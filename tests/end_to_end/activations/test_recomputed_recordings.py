@@ -29,6 +29,7 @@ from ds_slide.runtime.captured import shapes as shapes_module
 from ds_slide.runtime.captured.captures import Phase
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
+from ds_slide.runtime.memory.shortage import Shortage
 from ds_slide.runtime.memory.tier_moves import RunningStates
 
 pytest.importorskip("transformers")
@@ -294,3 +295,26 @@ def test_results_that_cannot_be_recorded(returns: type, dropped: float) -> None:
 
     expected, result = both(training, build, slide=STREAMED)
     assert differences(result, expected) == []
+
+
+def test_blocks_are_replayed_where_memory_is_so_tight_that_operators_may_run_again(
+    replays: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators run under a mode of the dispatcher then, which would leave the recordings unused."""
+    under_the_mode = []
+
+    def tight(self: Shortage, shape: Any, room: float) -> None:  # noqa: ARG001
+        self._trains = True
+        if self._activations.captures.recorded:
+            self._proof.is_open = True
+            self.retrying.enter()
+            under_the_mode.append(len(replays))
+
+    monkeypatch.setattr(Shortage, "begin_training", tight)
+    data, slide = batches(2 * (STEPS + 2)), {**STREAMED, "gpu_memory": "1GiB"}
+    expected, _ = run(plain("llama"), {**slide, "captured_blocks": False}, data, "accumulation")
+    result, report = run(plain("llama"), {**slide, "captured_blocks": True}, data, "accumulation")
+    assert differences(result, expected) == []
+    assert report["replayed"] == len(layers_of(plain("llama")))
+    # A forward, a recomputation and a backward of each block.
+    assert under_the_mode[-1] - under_the_mode[-2] == 3 * report["replayed"]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ds_slide.plan.spare import Shape
-from ds_slide.runtime.activations.costs import WAIT_S, CallTimes
+from ds_slide.runtime.activations import costs
+from ds_slide.runtime.activations.costs import HOST_BOUND, OUTSIDE, WAIT_S, CallTimes
 from ds_slide.runtime.core.device import Device, Marker
 
 SHORT, LONG = Shape(64, 16), Shape(128, 32)
@@ -131,3 +132,27 @@ def test_a_mixture_is_never_credited_with_noise(times: CallTimes, clock: Clock) 
     measured(times, clock, (2, 1.0, False))
     measured(times, clock, (2, 0.9, True))
     assert times.mixing_seconds_of(2) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("of_host", "waits"),
+    [
+        ((3.0, 0.9, 0.9), True),
+        ((3.0, 3.0, 0.7), False),
+        ((HOST_BOUND, 3.0, 3.0), True),
+    ],
+)
+def test_blocks_wait_for_the_host_where_their_launches_take_as_long(
+    times: CallTimes, clock: Clock, monkeypatch: pytest.MonkeyPatch, of_host: tuple[float, ...], waits: bool
+) -> None:
+    host = iter([moment for order, part in enumerate(of_host) for moment in (float(order), order + part)])
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: next(host))
+    assert not times.wait_for_host
+    measured(times, clock, *((order, 1.0, False) for order in range(3)))
+    assert times.wait_for_host == waits
+
+
+def test_the_gpu_alone_takes_the_shortest_time_of_each_kind(times: CallTimes, clock: Clock) -> None:
+    """Longer calls have waited for the host."""
+    measured(times, clock, (0, 3.0, False), (1, 1.0, False), (2, 0.5, False), (2, 2.0, False))
+    assert times.on_gpu_s == pytest.approx(OUTSIDE * 4 * (2 * 1.0 + 2 * 0.5))

@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
+from ds_slide.runtime.activations.kept_calls import OperatorMode
 from ds_slide.runtime.captured.block import CapturedBlock
 from ds_slide.runtime.captured.graphs import Graph, Memory
 from ds_slide.runtime.captured.inputs import SharedPlaces
@@ -251,6 +253,37 @@ def test_contexts_in_which_nothing_is_replayed(context: Callable[[], Any]) -> No
     captured.record()
     with context():
         assert not captured.replays()
+    assert captured.replays()
+
+
+class Seeing(OperatorMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Replaying(Seeing):
+    lets_replay = True
+
+
+@pytest.mark.parametrize(
+    ("modes", "replays"),
+    [([Seeing], False), ([Replaying], True), ([Replaying, Seeing], False), ([Replaying] * 2, True)],
+)
+def test_modes_of_the_dispatcher_under_which_blocks_are_replayed(modes: list[type[Seeing]], replays: bool) -> None:
+    captured = Captured()
+    captured.record()
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode())
+        assert captured.replays() == replays
+
+
+def test_nothing_is_recorded_under_a_mode_of_the_dispatcher() -> None:
+    captured = Captured()
+    with Replaying():
+        captured.record()
+    assert captured.block.recording is None and not captured.block.has_ended
+    captured.record()
     assert captured.replays()
 
 

@@ -8,6 +8,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -293,6 +294,21 @@ def test_forwards_that_could_not_replay_do_not_count_as_unused() -> None:
     assert run.replays == BLOCKS
 
 
+def test_forwards_in_tight_memory_do_not_count_as_unused() -> None:
+    """Their blocks keep what can be given up, and recordings cannot."""
+    run = Run()
+    run.record(0)
+    batch, length = SHAPES[0]
+    for _ in range(2 * STEADY):
+        run.captures.begin(Shape(batch * length, length))
+        run.captures.keep_apart()
+        run.captures.end_forward(completed=True)
+    run.replays = 0
+    run.forward(0)
+    assert run.replays == BLOCKS
+    run.backward(0)
+
+
 def test_a_recording_that_has_failed_is_freed() -> None:
     """Of a block whose backward cannot be recorded."""
     run = Run()
@@ -397,14 +413,60 @@ def test_all_blocks_are_recomputed_where_their_activations_find_no_room(
 def test_memory_is_left_for_recordings_of_blocks_that_wait_for_the_host() -> None:
     run, wanted = Run(wanted="auto"), Wanted(100, 10, 1, streams=True)
     run.captures.phase = Phase.WAITING
-    assert run.captures.reserved(wanted) == 0
-    for _ in range(2):
-        run.captures.begin(Shape(8, 4))
+    assert run.captures.expect(wanted, waits_for_host=False) == 0
+    assert run.captures.expect(wanted, waits_for_host=True) == wanted.recomputed
+    assert run.captures.expect(replace(wanted, streams=False), waits_for_host=True) == wanted.recomputed
+    assert not run.captures.are_expected  # they may keep their activations
+    run.captures.close()
+    assert run.captures.expect(wanted, waits_for_host=True) == 0
+
+
+def test_expected_recordings_are_made_and_no_activations_are_kept_until_then() -> None:
+    """Whatever the device does when a block begins: it may wait for weights then, and for the host all the same."""
+    run, shape, wanted = Run(wanted="auto"), Shape(8, 4), Wanted(100, 10, 1, streams=True)
+    run.captures._device = SlowHost(torch.device("cpu"))
+    run.captures._device.works = True
+    run.captures.phase = Phase.WAITING
+    run.captures.expect(wanted, waits_for_host=True)
+    for _ in range(STEADY + 1):
+        run.captures.begin(shape)
+        assert run.captures.room_of(133.0, wanted) == (0.0, 0) and run.captures.recompute_all
         run.captures.note_call()
         run.captures.end_forward(completed=True)
-    assert run.captures.reserved(wanted) == wanted.recomputed
-    run.captures.close()
-    assert run.captures.reserved(wanted) == 0
+        run.captures.end_step(is_settled=True)
+    assert run.captures.recomputes and not run.captures.are_expected
+    run.captures.leave_weights()  # states move, and the recordings come back
+    assert not run.captures.recomputes and run.captures.are_expected
+
+
+def test_recordings_that_do_not_come_are_not_expected_for_ever() -> None:
+    """Batches of ever other shapes, for one."""
+    run, wanted = Run(wanted="auto"), Wanted(100, 10, 1, streams=True)
+    run.captures.phase = Phase.WAITING
+    run.captures.expect(wanted, waits_for_host=True)
+    for number in range(2 * STEADY + 1):
+        run.captures.begin(Shape(8 + number, 4))
+        assert run.captures.room_of(50.0, wanted)[0] == (50.0 if number == 2 * STEADY else 0.0)
+        run.captures.end_forward(completed=True)
+        run.captures.end_step(is_settled=True)
+
+
+def test_recordings_stay_while_a_recomputed_block_is_under_way() -> None:
+    run, shape, wanted = Run(wanted="auto"), Shape(8, 4), Wanted(100, 10, 1, streams=True)
+    run.captures.phase = Phase.RECORDING
+    run.captures.expect(wanted, waits_for_host=True)
+    for _ in range(STEADY + 1):
+        run.captures.begin(shape)
+        run.captures.room_of(133.0, wanted)
+        run.captures.end_forward(completed=True)
+    memory = run.captures._memory
+    assert memory is not None
+    memory.running = 1
+    run.captures.give_up()
+    assert run.captures._memory is memory
+    memory.running = 0
+    run.captures.give_up()
+    assert run.captures._memory is None
 
 
 def test_a_batch_that_needs_the_memory_of_recordings_frees_them() -> None:

@@ -77,8 +77,9 @@ class Units:
     window: int = 0
     parkable: bool = False
     grows: bool = False
+    leaving: int = 0
 
-    def movable(self) -> list[Movable]:
+    def movable(self, forwards: int) -> list[Movable]:  # noqa: ARG002
         return [Movable(order, UNIT, 1 / UNITS) for order in range(UNITS) if order not in self.orders]
 
     def promoted(self) -> list[Movable]:
@@ -91,6 +92,9 @@ class Units:
 
     def summed(self) -> list[Movable]:
         return [Movable(order, SUM, 0.0, streamed=False) for order in self.sums]
+
+    def on_their_way(self) -> int:
+        return self.leaving
 
     def slots(self, forwards: int) -> Slots:
         streamed = UNITS - len(self.orders)
@@ -399,6 +403,18 @@ def test_in_an_accumulation_states_stay_and_leave_room_for_a_longer_batch(
     moved, run.units.closed = list(run.units.orders), True
     run.forward((1, int(TOKENS * (1 + headroom))))
     assert run.units.orders == moved
+
+
+def test_gradients_on_their_way_to_host_memory_leave_room_for_the_next_micro_batch() -> None:
+    """A batch's need, which begins with a step, counts them already. An evaluation has been measured without."""
+    run = Run()
+    run.steps(LOOKS[1] + 1)
+    room = run.spare.room
+    before = [room.of(None), room.of(None, with_gradient=False)]
+    run.gpu.on_gpu += 300
+    assert room.of(None) == before[0] - 300
+    run.units.leaving = 300
+    assert [room.of(None), room.of(None, with_gradient=False)] == [before[0], before[1] - 300]
 
 
 def test_a_longer_batch_is_known_once_it_has_run() -> None:
