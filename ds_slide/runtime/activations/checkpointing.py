@@ -75,6 +75,14 @@ class BlockCall:
         beside = getattr(self.function, "keywords", {})
         return _has_gradient(self.inputs) and not _has_gradient(beside) and _CAPTURING not in _hook_owners(self.modules)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the block's results need a gradient. Those of re-entrant checkpointing need one where inputs do."""
+        if self._is_reentrant:
+            return _has_gradient(self.inputs)
+        given = self.inputs, getattr(self.function, "keywords", {})
+        return any(each.requires_grad for each in self.parameters) or _has_gradient(given)
+
     @functools.cached_property
     def mixing_form(self) -> Checkpoint | None:
         """The checkpoint, not re-entrant, that takes a `context_fn` and replaces the script's. None where a backward

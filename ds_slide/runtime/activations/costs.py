@@ -51,6 +51,8 @@ class BlockCosts:
         """Measurements by kind of block, at the largest shape so far."""
         self._asked: set[Hashable] = set()
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
+        self._saves_nothing: set[int] = set()
+        """Blocks, by `Unit.order`, that no backward has come to when their kind was measured."""
         self._inputs: dict[Hashable, tuple[int, int]] = {}
         """(tokens of the largest batch so far, bytes of a block's input in it), by kind of block."""
 
@@ -65,9 +67,14 @@ class BlockCosts:
 
     def counted(self, call: BlockCall, shape: Shape | None) -> CountedCall | None:
         """Return what replaces the block's forward so that its recomputation is measured; None where it need not be."""
-        kind = self._kind[call.unit.order]
+        order = call.unit.order
+        kind = self._kind[order]
         if shape is None or kind not in self._asked:
             return None
+        if not call.has_gradient:  # frozen, in front of all that is trained: no backward comes to it
+            self._saves_nothing.add(order)
+            return None
+        self._saves_nothing.discard(order)
         self._asked.discard(kind)
         return CountedCall(call, shape, kind, self._measured)
 
@@ -94,7 +101,7 @@ class BlockCosts:
         if shape is None:
             return []
         found = []
-        for order in self.orders:
+        for order in self.orders - self._saves_nothing:
             measured = self._measured.get(self._kind[order])
             if measured is not None and measured.alone:
                 calls = self.expected_calls(order)

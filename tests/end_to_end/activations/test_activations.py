@@ -314,6 +314,23 @@ def test_a_recomputation_that_fails_measures_nothing() -> None:
     assert failed == run(checkpointed(llama(), False), {"gpu_memory": "1GiB"}, data)[1]
 
 
+def test_frozen_blocks_in_front_are_not_those_that_are_measured() -> None:
+    """As people fine-tune the last blocks. No backward comes to the first ones, which save nothing."""
+
+    def partly_frozen() -> nn.Module:
+        model = checkpointed(llama(), reentrant=False)
+        for module in (model.model.embed_tokens, *model.model.layers[:2]):
+            module.requires_grad_(False)
+        model.disable_input_require_grads()
+        return model
+
+    data, limit = batches(STEPS), {"gpu_memory": "1GiB"}
+    expected, _ = run(partly_frozen(), {**limit, "activations": "as_written"}, data)
+    result, report = run(partly_frozen(), limit, data)
+    assert differences(result, expected) == []
+    assert report["keep"] == len(layers_of(llama())) - 2
+
+
 @FORMS
 def test_frozen_inputs_get_the_gradients_that_the_script_gives_them(reentrant: bool) -> None:
     """Re-entrant checkpointing gives none to a block without an input that has some."""

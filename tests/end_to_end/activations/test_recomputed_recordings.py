@@ -318,3 +318,21 @@ def test_blocks_are_replayed_where_memory_is_so_tight_that_operators_may_run_aga
     assert report["replayed"] == len(layers_of(plain("llama")))
     # A forward, a recomputation and a backward of each block.
     assert under_the_mode[-1] - under_the_mode[-2] == 3 * report["replayed"]
+
+
+@pytest.mark.usefixtures("replays")
+def test_blocks_behind_frozen_ones_are_replayed() -> None:
+    """All but the first one, whose input needs no gradient."""
+
+    def partly_frozen() -> torch.nn.Module:
+        model = checkpointed(plain("llama"), reentrant=False)
+        for module in (model.model.embed_tokens, *model.model.layers[:2]):
+            module.requires_grad_(False)
+        model.disable_input_require_grads()
+        return model
+
+    data = batches(STEPS + 2)
+    expected, _ = run(partly_frozen(), {**STREAMED, "captured_blocks": False}, data)
+    result, report = run(partly_frozen(), {**STREAMED, "captured_blocks": True}, data)
+    assert differences(result, expected) == []
+    assert report["replayed"] == len(layers_of(plain("llama"))) - 3
