@@ -1,0 +1,67 @@
+"""One of two ranks that trains with and without recordings. Prints "CASE: same" where all bits are, with the number of
+blocks that were replayed in the last step.
+
+    RANK=... WORLD_SIZE=2 LOCAL_RANK=... python captured_ranks_worker.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "support"))
+
+from harness import batches, differences, ds_config, engine_for, llama, states_of, train  # noqa: E402
+
+STEPS = 18
+"""The ninth records at the latest, the next ones compare, and all later ones replay."""
+RESIDENT = {"gpu_states": "1GiB", "gpu_memory": "8GiB"}
+STREAMED = {"gpu_states": 0, "gpu_memory": "8GiB", "window": 2}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "resident, clipping": (RESIDENT, {"clip": 1.0}),
+    "resident, no clipping": (RESIDENT, {"clip": 0.0}),
+    "resident, accumulation": (RESIDENT, {"clip": 1.0, "accumulation": 2}),
+    "streamed, clipping": (STREAMED, {"clip": 1.0}),
+    "streamed, no clipping": (STREAMED, {"clip": 0.0}),
+    "streamed, accumulation": (STREAMED, {"clip": 1.0, "accumulation": 3}),
+}
+
+
+def run(slide: dict[str, Any], schedule: dict[str, Any], rank: int) -> tuple[Any, int]:
+    """-> what came out, and the number of blocks replayed in the last step."""
+    device = torch.device(get_accelerator().current_device_name())
+    count = STEPS * schedule.get("accumulation", 1)
+    data = [{name: value.to(device) for name, value in each.items()} for each in batches(count, seed=rank + 1)]
+    torch.manual_seed(3)
+    model = llama()
+    with engine_for(model, ds_config(slide, **schedule)) as engine:
+        result = train(engine, data)
+        result.states = states_of(model)
+        return result, engine.optimizer.slide_stats()["activations"]["replayed"]
+
+
+def main() -> None:
+    rank = int(os.environ["RANK"])
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed()
+    for name, (slide, schedule) in CASES.items():
+        expected, _ = run({**slide, "captured_blocks": False}, schedule, rank)
+        result, replayed = run({**slide, "captured_blocks": True}, schedule, rank)
+        apart = differences(result, expected)
+        print(f"{name}: {json.dumps(apart[:5]) if apart else 'same'} {replayed}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import ds_slide  # noqa: F401  (for a source tree on the path)
+
+    main()
