@@ -2,14 +2,15 @@
 # Small micro-batches and recorded blocks, on one GPU of 80 GB. Run at the top of the repository, with DS-Slide installed:
 #     OUT=... bash benchmarks/rows/recorded.sh tests causes a k             # about 480 s
 #     OUT=... bash benchmarks/rows/recorded.sh v b g                        # about 560 s
-#     OUT=... bash benchmarks/rows/recorded.sh c3 n c7                      # about 560 s
+#     OUT=... bash benchmarks/rows/recorded.sh c3 c3-6 n                    # about 400 s
+#     OUT=... bash benchmarks/rows/recorded.sh c7                           # about 180 s
 #     OUT=... bash benchmarks/rows/recorded.sh m l c3-off                   # about 380 s
 #     OUT=... bash benchmarks/rows/recorded.sh w                            # about 400 s
 # BUDGET (seconds of this call, 590): a row gets what is left of it, and none begins with less than 30 s left.
 # Order of importance: as listed. One JSON record a row in $OUT/recorded_NAME.jsonl, a line of it here. TINY=1: the same
 # with tiny models on the CPU. Hosts differ and are noisy: compare rows of one call only.
-# Figures in comments: what is wanted, and estimates of seconds in all. Rows tests, causes, a, v
-# (without GPU only) and c3 and c7 in an earlier form have run.
+# Figures in comments: what is wanted, and estimates of seconds in all. Rows tests, causes, a, v (without GPU only), g and n
+# have run, and c3 and c7 before recordings were expected (benchmarks/results/2026-11-27_nvidia-h100_recorded-blocks_3.md).
 : "${OUT:=out}"; mkdir -p "$OUT"; BUDGET=${BUDGET:-590} TINY=${TINY:-}
 export THP_MEM_ALLOC_ENABLE=1
 say() { echo "[$SECONDS] $*"; }
@@ -43,7 +44,7 @@ three() { # NAME OPTIONS: DS-Slide, without recordings, and plain torch on the G
   row "$name-gpu" 90 --system gpu-only "$@" --warmup 3 --patch ours --checkpointing none; }
 SMALL=(--batch 1 --seq 2048 --grad-accum 8 --steps 6) F=1
 [ "$TINY" ] || F=$(python3 -c "import torch; print(round(24 * 2**30 / torch.cuda.mem_get_info()[1], 4))"); say "24 GiB are $F of the card"
-[ $# -gt 0 ] || set -- tests causes a k c3 n c7 v b g m l c3-off w
+[ $# -gt 0 ] || set -- tests causes a k c3 c3-6 n c7 v b g m l c3-off w
 for row in "$@"; do case $row in
 # Bits, and the memory that recordings hold, for one shape and for three.                                              150 s
 tests) limited 250 python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short tests/gpu/test_captured_blocks.py > "$OUT/recorded_tests.log" 2>&1
@@ -63,11 +64,13 @@ b) three b --model qwen2.5-1.5b --batch 2 --seq 1024 --grad-accum 8 --steps 6;;
 # 3 B, 8 x 2048: the GPU is the bound, so nothing is recorded (replayed 0), and both rows take the same time.          150 s
 g) row g 110 --system slide --model qwen2.5-3b --batch 8 --seq 2048 --steps 8 --warmup 14
    row g-off 110 --system slide --model qwen2.5-3b --batch 8 --seq 2048 --steps 8 --warmup 9 --slide '{"captured_blocks": false}';;
-# 24 GiB, 1 x 2048 x 8: 3 B at most 1.2 s, 7.6 B at most 3.2 s, efficiency 0.9. All blocks are recomputed from recordings
-# (replayed 36 and 28) after step 9; four steps of trial, then memory is shared out again: recordings come back by step 25.   500 s
-c3) row c3 170 --system slide --model qwen2.5-3b "${SMALL[@]}" --gpu-fraction "$F" --warmup 28;;
+# 24 GiB, 1 x 2048 x 8: 3 B at most 1.2 s, 7.6 B at most 3.2 s, efficiency 0.9. Recordings are expected after step 3 (no
+# activations are kept) and come in step 8. Four steps later memory is shared out again, and they come back by step 20. c3-6:
+# with six host buffers for gradients instead of four.                                                               350 s
+c3) row c3 120 --system slide --model qwen2.5-3b "${SMALL[@]}" --gpu-fraction "$F" --warmup 22;;
+c3-6) row c3-6 120 --system slide --model qwen2.5-3b "${SMALL[@]}" --gpu-fraction "$F" --warmup 22 --slide '{"gradient_buffers": 6}';;
 c3-off) row c3-off 110 --system slide --model qwen2.5-3b "${SMALL[@]}" --gpu-fraction "$F" --warmup 9 --slide '{"captured_blocks": false}';;
-c7) row c7 290 --system slide --model qwen2.5-7b "${SMALL[@]}" --gpu-fraction "$F" --build host --warmup 28;;
+c7) row c7 200 --system slide --model qwen2.5-7b "${SMALL[@]}" --gpu-fraction "$F" --build host --warmup 16;;
 # 24 GiB, 8 x 2048: the GPU is the bound, so nothing is recorded, and both rows take the same time.                     180 s
 n) row n 120 --system slide --model qwen2.5-3b --batch 8 --seq 2048 --steps 8 --gpu-fraction "$F" --warmup 18
    row n-off 110 --system slide --model qwen2.5-3b --batch 8 --seq 2048 --steps 8 --gpu-fraction "$F" --warmup 9 --slide '{"captured_blocks": false}';;
