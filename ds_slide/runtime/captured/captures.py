@@ -109,6 +109,8 @@ class Captures:
         self.are_expected = False
         """Whether recordings of recomputed blocks are to come: the device waits for the host, and their memory is left
         free. No block keeps activations until then."""
+        self._missed = 0
+        """Steps that might have brought the expected recordings, and have not."""
         self._may_recompute = True
         """Whether recordings of recomputed blocks have not made steps longer."""
         self._trial: _Trial | None = None
@@ -203,7 +205,7 @@ class Captures:
                     before = min(self._latest, default=None) if wanted.keeps and not self._is_asked else None
                     self._trial = _Trial(before) if recomputes else None
                 self._memory.recorded_shapes += 1
-                self.recomputes, self.are_expected = recomputes, False
+                self.recomputes, self.are_expected, self._missed = recomputes, False, 0
                 shape.recordings = Recordings(self._memory, self._memory.recorded_shapes, copies=self._copies)
                 return (0.0, 0) if recomputes else (room + held, held)
         if shape.recordings is not None:
@@ -218,7 +220,7 @@ class Captures:
         """Decide whether recordings of recomputed blocks are to come. -> bytes to be left for them. `waits_for_host`:
         whether the device waits for the host in blocks that can be recorded."""
         may_come = self.phase is not Phase.OFF and self._may_recompute and not self.nbytes
-        may_come &= self._is_asked or waits_for_host
+        may_come &= (self._is_asked or waits_for_host) and self._missed < STEADY
         self.are_expected = may_come and wanted.streams
         return wanted.recomputed if may_come else 0.0
 
@@ -325,20 +327,23 @@ class Captures:
 
     def end_step(self, *, is_settled: bool, seconds: float = 0.0) -> bool:
         """End a step of `seconds`. `is_settled`: no decision about memory is to come in the next steps. -> whether it
-        is certain now that all blocks are recomputed: what their activations took is spare."""
+        has come out that all blocks are recomputed, so that what their activations took is spare, or that they are
+        not, so that activations may be kept after all."""
         if self.phase is Phase.OFF:
             return False
+        recomputed, might_come = self.recompute_all, self.are_expected and self.phase is Phase.RECORDING
         if self._memory is None:
             self._latest.append(seconds)
         self._steps += 1
         self.phase = Phase.RECORDING if is_settled and self._steps >= self._pause else Phase.WAITING
-        if self.phase is Phase.RECORDING and self._steps >= self._pause + STEADY:
+        self._missed += might_come
+        if self._missed >= STEADY:
             self.are_expected = False  # batches of ever other shapes, or memory that is not there after all
         if not self._has_said and not self._is_stale:
             self._say([each.recordings for each in self.shapes.recorded if each.recordings is not None])
         elif self._trial is not None and self._memory is not None and not self._is_stale:
             return self._try(self._trial, seconds)
-        return False
+        return recomputed and not self.recompute_all
 
     def _try(self, trial: _Trial, seconds: float) -> bool:
         """Go on with a trial, behind the step that has recorded. -> whether it has ended well."""
@@ -411,7 +416,7 @@ class Captures:
             self._close_memory()
             self._pause = min(2 * self._pause, MOST_PAUSE)
         self._is_stale = self._might_replay = self.are_expected = False
-        self._steps = self._pushed = 0
+        self._steps = self._pushed = self._missed = 0
         self.phase = Phase.OFF if self.phase is Phase.OFF else Phase.WAITING
 
     def _close_memory(self) -> None:

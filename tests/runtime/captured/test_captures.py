@@ -26,6 +26,7 @@ from ds_slide.runtime.captured.captures import TRIAL, Captures, Phase, Wanted
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
 from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.memory.spare_memory import LOOKS
 
 WIDTH, BLOCKS = 4, 3
 SHAPES = [(1, 6), (1, 3), (2, 3)]
@@ -439,16 +440,36 @@ def test_expected_recordings_are_made_and_no_activations_are_kept_until_then() -
     assert not run.captures.recomputes and run.captures.are_expected
 
 
+def test_recordings_expected_at_the_decisions_come_in_the_first_step_that_records() -> None:
+    """As in `SpareMemory.end_step`: a decision comes before the end of its step is noted."""
+    run, shape, wanted = Run(wanted="auto"), Shape(8, 4), Wanted(100, 10, 1, streams=True)
+    run.captures.phase = Phase.WAITING
+    last, again = LOOKS[-1], LOOKS[-1] + 20
+    for step in range(1, again + 2):
+        run.captures.begin(shape)
+        run.captures.room_of(133.0, wanted)
+        assert run.captures.recomputes == (step in (last + 2, again + 1)), step
+        run.captures.end_forward(completed=True)
+        if step in (*LOOKS, again):
+            run.captures.expect(wanted, waits_for_host=True)
+        run.captures.end_step(is_settled=step > last)
+        if step == last + 2:
+            run.captures.give_up()
+
+
 def test_recordings_that_do_not_come_are_not_expected_for_ever() -> None:
-    """Batches of ever other shapes, for one."""
+    """Batches of ever other shapes, for one. Then memory is shared out once more, without them."""
     run, wanted = Run(wanted="auto"), Wanted(100, 10, 1, streams=True)
     run.captures.phase = Phase.WAITING
     run.captures.expect(wanted, waits_for_host=True)
+    ends = []
     for number in range(2 * STEADY + 1):
         run.captures.begin(Shape(8 + number, 4))
         assert run.captures.room_of(50.0, wanted)[0] == (50.0 if number == 2 * STEADY else 0.0)
         run.captures.end_forward(completed=True)
-        run.captures.end_step(is_settled=True)
+        ends.append(run.captures.end_step(is_settled=True))
+    assert ends == [False] * (2 * STEADY - 1) + [True, False]
+    assert run.captures.expect(wanted, waits_for_host=True) == 0 and not run.captures.are_expected
 
 
 def test_recordings_stay_while_a_recomputed_block_is_under_way() -> None:
