@@ -221,7 +221,8 @@ class Captures:
         whether the device waits for the host in blocks that can be recorded."""
         may_come = self.phase is not Phase.OFF and self._may_recompute and not self.nbytes
         may_come &= (self._is_asked or waits_for_host) and self._missed < STEADY
-        self.are_expected = may_come and wanted.streams
+        is_soon = self._steps + STEADY >= self._pause
+        self.are_expected = may_come and wanted.streams and is_soon
         return wanted.recomputed if may_come else 0.0
 
     @property

@@ -457,6 +457,18 @@ def test_recordings_expected_at_the_decisions_come_in_the_first_step_that_record
             run.captures.give_up()
 
 
+def test_recordings_are_not_expected_while_a_pause_is_long() -> None:
+    """Blocks keep activations until it is over: it may have hundreds of steps."""
+    run, wanted = Run(wanted="auto"), Wanted(100, 10, 1, streams=True)
+    run.captures.phase, run.captures._pause = Phase.WAITING, 3 * STEADY
+    for _ in range(2 * STEADY):
+        assert run.captures.expect(wanted, waits_for_host=True) == wanted.recomputed
+        assert not run.captures.are_expected
+        run.captures.end_step(is_settled=True)
+    run.captures.expect(wanted, waits_for_host=True)
+    assert run.captures.are_expected
+
+
 def test_recordings_that_do_not_come_are_not_expected_for_ever() -> None:
     """Batches of ever other shapes, for one. Then memory is shared out once more, without them."""
     run, wanted = Run(wanted="auto"), Wanted(100, 10, 1, streams=True)
