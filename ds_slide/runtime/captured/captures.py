@@ -158,15 +158,23 @@ class Captures:
                 self._memory.lent.take_back()
 
     def keep_apart(self) -> None:
-        """Note that blocks keep activations in this forward where these can be given up, and not in recordings."""
+        """Note that a mode watches the operators of this forward: nothing can be recorded. Blocks keep activations
+        where these can be given up, not in recordings."""
         self._might_replay &= self.recomputes
+        shape, memory = self._current, self._memory
+        if shape is not None and memory is not None and shape.recordings is not None and shape.recordings.is_new:
+            shape.recordings = None
+            memory.recorded_shapes -= 1
+            if not self.shapes.recorded:
+                self._memory, self.recomputes = None, False  # it holds nothing yet
 
     def end_forward(self, *, completed: bool) -> None:
         """End the forward. `completed`: no exception has ended it. Otherwise some blocks may lack their recordings."""
         recordings = None if self._current is None else self._current.recordings
         if recordings is not None:
             self._is_stale |= recordings.is_open and not completed
-            recordings.is_open = False
+            recordings.is_open = self.are_expected = False
+            self._missed = 0
 
     def _settle(self, shape: SeenShape, recordings: Recordings) -> None:
         """Free what the forward before, which had these recordings, has left."""
@@ -205,7 +213,7 @@ class Captures:
                     before = min(self._latest, default=None) if wanted.keeps and not self._is_asked else None
                     self._trial = _Trial(before) if recomputes else None
                 self._memory.recorded_shapes += 1
-                self.recomputes, self.are_expected, self._missed = recomputes, False, 0
+                self.recomputes = recomputes
                 shape.recordings = Recordings(self._memory, self._memory.recorded_shapes, copies=self._copies)
                 return (0.0, 0) if recomputes else (room + held, held)
         if shape.recordings is not None:

@@ -30,6 +30,11 @@ class Recordings:
         """Whether blocks are still recorded: in one forward, since later ones may use the memory of its graph."""
 
     @property
+    def is_new(self) -> bool:
+        """Whether they have begun with the forward under way, and no block has been called."""
+        return self.is_open and not self.blocks
+
+    @property
     def recorded(self) -> frozenset[int]:
         """The blocks that have a recording."""
         return frozenset(order for order, block in self.blocks.items() if block.recording and not block.has_ended)

@@ -336,3 +336,24 @@ def test_blocks_behind_frozen_ones_are_replayed() -> None:
     result, report = run(partly_frozen(), {**STREAMED, "captured_blocks": True}, data)
     assert differences(result, expected) == []
     assert report["replayed"] == len(layers_of(plain("llama"))) - 3
+
+
+def test_blocks_are_recorded_once_operators_do_not_run_again_any_more(
+    replays: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mode is in force in the first steps that may record. Nothing is recorded under it."""
+    under_the_mode = []
+
+    def tight(self: Shortage, shape: Any, room: float) -> None:  # noqa: ARG001
+        self._trains = True
+        captures = self._activations.captures
+        self._proof.is_open = len(under_the_mode) < 2 and captures.recomputes and not captures.recorded
+        if self._proof.is_open:
+            self._activations.allow_giving_up()
+            self.retrying.enter()
+            under_the_mode.append(captures)
+
+    monkeypatch.setattr(Shortage, "begin_training", tight)
+    slide = {**STREAMED, "gpu_memory": "1GiB", "captured_blocks": True}
+    _, report = run(plain("llama"), slide, batches(STEPS + 4), "clipping")
+    assert report["replayed"] == len(layers_of(plain("llama"))) and len(under_the_mode) == 2 and replays

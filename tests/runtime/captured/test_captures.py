@@ -457,6 +457,26 @@ def test_recordings_expected_at_the_decisions_come_in_the_first_step_that_record
             run.captures.give_up()
 
 
+@pytest.mark.parametrize("is_tight", [[True, True, False], [True] * STEADY])
+def test_recordings_wait_for_a_forward_that_no_mode_watches(is_tight: list[bool]) -> None:
+    """They would stay empty, and none would come any more."""
+    run, shape, wanted = Run(wanted="auto"), Shape(8, 4), Wanted(100, 10, 1, streams=True)
+    run.captures.phase = Phase.WAITING
+    run.captures.expect(wanted, waits_for_host=True)
+    for _ in range(STEADY):
+        run.captures.begin(shape)
+        run.captures.end_step(is_settled=True)
+    for each in is_tight:
+        run.captures.begin(shape)
+        assert run.captures.room_of(133.0, wanted) == (0.0, 0)
+        if each:
+            run.captures.keep_apart()
+        assert run.captures.recomputes == (not each) and run.captures.recompute_all
+        run.captures.end_forward(completed=True)
+        run.captures.end_step(is_settled=True)
+    assert not run.captures.are_expected and run.captures.recomputes == (not is_tight[-1])
+
+
 def test_recordings_are_not_expected_while_a_pause_is_long() -> None:
     """Blocks keep activations until it is over: it may have hundreds of steps."""
     run, wanted = Run(wanted="auto"), Wanted(100, 10, 1, streams=True)
