@@ -194,6 +194,8 @@ class CapturedBlock:
 
     def _forward(self, written: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = (args, kwargs)
+        if self.has_ended:  # since `run`: a hook of the block found no memory, and the recordings were freed for it
+            return written(*args, **kwargs)
         if self.recording is None:
             leaves: list[Any] | None = list(leaves_of(given))
         else:

@@ -287,6 +287,20 @@ def test_nothing_is_recorded_under_a_mode_of_the_dispatcher() -> None:
     assert captured.replays()
 
 
+def test_a_recording_that_is_freed_in_a_hook_of_the_block_is_not_made_anew() -> None:
+    """The hook's operators find no memory, and the recordings are given up. Their memory is not counted any more."""
+    captured = Captured()
+    captured.record()
+    captured.module.register_forward_pre_hook(lambda *_: captured.block.end())
+    function = functools.partial(captured.module)
+    given, expected = (hidden(2) for _ in range(2))
+    result = captured.block.run(BlockCall(None, captured.block._modules, UNASKED, function, (given, SCALE)))  # type: ignore[arg-type]
+    assert captured.block.recording is None and not captured.block.has_replayed
+    captured.twin(expected, SCALE).sum().backward()
+    result.sum().backward()
+    assert captured.gradients()[0] == captured.gradients()[1] and torch.equal(given.grad, expected.grad)
+
+
 def not_recorded(captured: Captured, *inputs: Any) -> str:
     """Why it was not recorded."""
     result = captured.run(*inputs)
