@@ -265,7 +265,7 @@ class Lent:
 
     def give(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]], *, copies: bool) -> None:
         """Add gradients to those of parameters. `copies`: the receiver may keep them beyond the next backward."""
-        given = []
+        self._given = given = []  # at once: an addition may find no memory
         with AS_THEY_ARE():
             for parameter, gradient in gradients:
                 if parameter.grad is not None:
@@ -275,15 +275,15 @@ class Lent:
                 else:
                     parameter.grad = gradient
                     given.append((parameter, gradient))
-        self._given = given
 
     def take_back(self) -> None:
         """Give parameters that still hold a gradient a copy of it, before another backward overwrites it."""
-        given, self._given = self._given, ()
         with AS_THEY_ARE():
-            for parameter, gradient in given:
+            for parameter, gradient in self._given:
                 if parameter.grad is gradient:
+                    copied = gradient.clone()  # first: it may find no memory, and a search for some may move weights
                     # The weights of a block that streams have left, and torch compares the sizes of the two.
                     weights, parameter.data = parameter.data, gradient
-                    parameter.grad = gradient.clone()
+                    parameter.grad = copied
                     parameter.data = weights
+        self._given = ()

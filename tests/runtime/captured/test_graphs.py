@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_slide.runtime.captured.graphs import Lent, Memory, Pool, Stack, Token
 from ds_slide.runtime.core.device import Device
@@ -46,6 +49,38 @@ def test_a_gradient_that_is_still_held_becomes_a_copy_before_its_place_is_used_a
     given_back.take_back()
     place.fill_(9.0)
     assert parameter.grad is not None and parameter.grad.tolist() == [2.0] * 3
+
+
+class NoMemory(TorchDispatchMode):
+    """For copies and sums of tensors."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.clone.default, torch.ops.aten.add.Tensor):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_copy_that_finds_no_memory_leaves_weights_and_gradients_as_they_are() -> None:
+    """The script may catch the error and go on."""
+    parameter = nn.Parameter(torch.zeros(3))
+    given_back, place = lent(parameter, 2.0)
+    with NoMemory(), pytest.raises(torch.OutOfMemoryError):
+        given_back.take_back()
+    assert parameter.tolist() == [0.0] * 3 and parameter.grad is place
+    given_back.take_back()
+    place.fill_(9.0)
+    assert parameter.grad.tolist() == [2.0] * 3
+
+
+def test_a_sum_that_finds_no_memory_leaves_what_was_given_before() -> None:
+    found, places = Lent(), [torch.full((3,), 2.0) for _ in range(2)]
+    first, second = parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    second.grad = torch.ones(3)
+    with NoMemory(), pytest.raises(torch.OutOfMemoryError):
+        found.give(zip(parameters, places, strict=True), copies=False)
+    found.take_back()
+    places[0].fill_(9.0)
+    assert first.grad is not None and first.grad.tolist() == [2.0] * 3
 
 
 def test_a_gradient_that_was_taken_is_left_alone() -> None:
