@@ -8,13 +8,15 @@ goes on with the numbers of the operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_slide.runtime.captured.checks import AllRandom
+from ds_slide.runtime.core.device import is_shortage
 
 COMPARISONS = 2
 """Comparisons of one recording."""
@@ -26,8 +28,27 @@ nothing. A tensor that another block has overwritten differs by about its norm."
 T = TypeVar("T")
 
 
+@contextmanager
+def _in_free_memory() -> Iterator[None]:
+    """End the context where it finds no memory: a comparison is worth none that has to be given up for it."""
+    try:
+        with _disable_current_modes():
+            yield
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+
+
 def differ(found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]) -> bool:
-    """Whether tensors of a replay are not those of the operators, beyond rounding. Waits for the device."""
+    """Whether tensors of a replay are not those of the operators, beyond rounding. False where there is no memory to
+    compare them. Waits for the device."""
+    is_other = False
+    with _in_free_memory():
+        is_other = _differ(found, expected)
+    return is_other
+
+
+def _differ(found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]) -> bool:
     if [each is None for each in found] != [each is None for each in expected]:
         return True
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None]
@@ -47,12 +68,10 @@ def differ(found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor
 def run_beside(run: Callable[[], T], device: torch.device) -> T | None:
     """Run a block once more, and leave the random numbers as they are. None where the block draws some, or where there
     is no memory: then nothing can be compared."""
-    random = AllRandom(device)
+    random, result = AllRandom(device), None
     try:
-        with _disable_current_modes():  # a comparison is worth no memory that has to be given up for it
+        with _in_free_memory():
             result = run()
         return None if random.has_been_drawn_from() else result
-    except torch.OutOfMemoryError:
-        return None
     finally:
         random.put_back()

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+DRIVERS_OWN = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+"""Texts in the errors of libraries that take memory from the driver, past torch."""
+
 
 class Marker:
     """A point in the work of one stream; passed when everything submitted before it has run."""
@@ -170,6 +173,11 @@ class Device:
     def allocation_retries(self) -> int:
         """Return how often torch released its unused memory, which stops the GPU, to find room for a tensor."""
         return int(torch.cuda.memory_stats(self.torch).get("num_alloc_retries", 0))
+
+
+def is_shortage(error: RuntimeError) -> bool:
+    """Whether there was no GPU memory."""
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in DRIVERS_OWN)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -27,7 +27,7 @@ from ds_slide.report.log import log, size
 from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.activations.kept_calls import OperatorMode
 from ds_slide.runtime.core.calls import in_backward
-from ds_slide.runtime.core.device import default_generator
+from ds_slide.runtime.core.device import default_generator, is_shortage
 from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory.gpu_room import GpuRoom
 
@@ -35,8 +35,6 @@ CLEAN_STEPS = 2
 """Steps in which torch has to find all memory at once. The first step after a decision makes room for it."""
 ALIKE = 1.02
 """A batch of up to this multiple of the shown bytes counts as shown."""
-DRIVERS_OWN = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
-"""Texts in the errors of libraries that take memory from the driver, past torch."""
 
 
 class Shortage:
@@ -209,7 +207,7 @@ class Retries(OperatorMode):
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:  # also torch.OutOfMemoryError, a subclass
-                if not _is_shortage(error) or _writes_several(function, args):
+                if not is_shortage(error) or _writes_several(function, args):
                     raise
                 if not self._make_room(error):
                     raise torch.OutOfMemoryError(f"{error}{self._shortage.explain_shortage()}") from None
@@ -256,10 +254,6 @@ class Retries(OperatorMode):
             yield
         finally:
             self.leave()
-
-
-def _is_shortage(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in DRIVERS_OWN)
 
 
 def _is_random(function: Any) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_slide.runtime.captured.comparison import differ, run_beside
 
@@ -49,8 +52,33 @@ def test_random_numbers_stay_as_they_are() -> None:
     assert run_beside(lambda: 5, CPU) == 5
 
 
-def test_without_memory_there_is_no_comparison() -> None:
-    def run() -> int:
-        raise torch.OutOfMemoryError("none left")
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("none left"), RuntimeError("CUDA error: out of memory"), RuntimeError("another")]
+)
+def test_without_memory_there_is_no_comparison(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: torch.Tensor) -> bool:
+        raise error
 
-    assert run_beside(run, CPU) is None
+    monkeypatch.setattr(torch.Tensor, "isfinite", run)
+    if str(error) == "another":
+        for compare in (lambda: run_beside(run, CPU), lambda: differ([LARGE.flip(0)], [LARGE])):
+            with pytest.raises(RuntimeError, match="another"):
+                compare()
+    else:
+        assert run_beside(run, CPU) is None
+        assert not differ([LARGE.flip(0)], [LARGE])
+
+
+def test_nothing_is_given_up_for_a_comparison() -> None:
+    """The mode that gives something up sees no operator."""
+    seen = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Seeing():
+        assert differ([LARGE.flip(0)], [LARGE]) and len(seen) == 1  # the flip
+        run_beside(lambda: LARGE + 1, CPU)
+    assert torch.ops.aten.add.Tensor not in seen
