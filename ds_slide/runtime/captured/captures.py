@@ -181,11 +181,9 @@ class Captures:
         self._is_stale |= recordings.lacks_memory
         has_replayed = self._memory is not None and self._memory.stack.pushed > self._pushed
         shape.unused = 0 if has_replayed or not self._might_replay else shape.unused + 1
-        if not recordings.blocks:
-            shape.recordings = None
-        elif self._is_idle:
+        if self._is_idle:
             recordings.release()
-            if shape.unused >= STEADY:
+            if shape.unused >= STEADY or not recordings.blocks:
                 recordings.end()
                 shape.drop()
                 if not self.shapes.recorded:

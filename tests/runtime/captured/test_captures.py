@@ -477,6 +477,20 @@ def test_recordings_wait_for_a_forward_that_no_mode_watches(is_tight: list[bool]
     assert not run.captures.are_expected and run.captures.recomputes == (not is_tight[-1])
 
 
+@pytest.mark.parametrize("wanted", ["auto", True])
+def test_activations_are_kept_where_no_block_can_be_recorded(wanted: Any) -> None:
+    """As with layers of experts, whose weights are not all in their places when a block begins."""
+    run, shape, kept = Run(wanted=wanted), Shape(8, 4), []
+    run.captures._device, run.captures.phase = SlowHost(torch.device("cpu")), Phase.RECORDING
+    for _ in range(20):
+        run.captures.begin(shape)
+        kept.append(run.captures.room_of(133.0, Wanted(100, 10, 1, streams=True))[0])
+        run.captures.note_call()
+        run.captures.end_forward(completed=True)
+        run.captures.end_step(is_settled=True)
+    assert kept.count(0.0) == 2
+
+
 def test_recordings_are_not_expected_while_a_pause_is_long() -> None:
     """Blocks keep activations until it is over: it may have hundreds of steps."""
     run, wanted = Run(wanted="auto"), Wanted(100, 10, 1, streams=True)
@@ -566,10 +580,15 @@ def test_recomputed_recordings_stay_where_steps_become_no_longer(
     run, shape, wanted = Run(wanted="auto"), Shape(8, 4), Wanted(100, 10, 1, streams=True, keeps=keeps)
     captures = run.captures
     captures.phase, captures._has_said = Phase.WAITING, True  # it says so behind the step that records
+    replayed: Any = SimpleNamespace(may_release=False, lacks_memory=False, recording=True, has_ended=False)
+    replayed.end = lambda: None
 
     def step(took: float) -> bool:
         captures.begin(shape)
         captures.room_of(50.0, wanted)
+        if captures._memory is not None and captures._current is not None and captures._current.recordings is not None:
+            captures._current.recordings.blocks[0] = replayed
+            captures._memory.stack.pushed += 1
         captures.note_call()
         captures.end_forward(completed=True)
         return captures.end_step(is_settled=True, seconds=took)
