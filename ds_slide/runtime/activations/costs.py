@@ -22,9 +22,9 @@ WAIT_S = 2e-3
 """A GPU that idles longer than this between two blocks waits for weights; Python's part between two layers of
 transformers is shorter."""
 HOST_BOUND = 0.8
-"""A block whose launches take the host this part of its time on the GPU, or more, waits for the host. The shortest
-times are compared: updates in host memory slow the host down by up to three times. In 24 GiB of an H100 the part was
-0.69 with 3 B and 8 x 2,048 tokens, 0.99 with 7.6 B and 1 x 2,048, and 2.7 with 3 B and 1 x 2,048
+"""Blocks whose launches take the host this part of their time on the GPU, or more, wait for the host. The shortest
+times of each kind of block count: updates in host memory slow the host down by up to three times. In 24 GiB of an H100
+the part was 0.69 with 3 B and 8 x 2,048 tokens, 0.99 with 7.6 B and 1 x 2,048, and 2.7 with 3 B and 1 x 2,048
 (benchmarks/results/2026-11-27_nvidia-h100_recorded-blocks_3.md)."""
 
 OUTSIDE = 1.25
@@ -219,14 +219,11 @@ class CallTimes:
             if mixed and known is not None:
                 more[kind] = more.get(kind, 0.0) + calls_of_block * fmean(each.longer_than(known) for each in mixed)
         self._mixing_s |= {kind: max(0.0, seconds) for kind, seconds in more.items()}
+        of_gpu = sum(len(calls) * min(each.seconds for each in calls) for calls in alike.values())
+        of_host = sum(len(calls) * min(each.host_s for each in calls) for calls in alike.values())
         # A forward, its recomputation, and a backward of two forwards.
-        shortest = (len(calls) * min(each.seconds for each in calls) for calls in alike.values())
-        self.on_gpu_s = OUTSIDE * 4 * sum(shortest)
-        if self._calls:
-            of_host, of_gpu = (
-                min(each) for each in zip(*((call.host_s, call.seconds) for call in self._calls), strict=True)
-            )
-            self.wait_for_host = of_host >= HOST_BOUND * of_gpu
+        self.on_gpu_s = OUTSIDE * 4 * of_gpu
+        self.wait_for_host = of_host >= HOST_BOUND * of_gpu > 0
         self._calls.clear()
         self.is_timing = False
 

@@ -135,20 +135,27 @@ def test_a_mixture_is_never_credited_with_noise(times: CallTimes, clock: Clock) 
 
 
 @pytest.mark.parametrize(
-    ("of_host", "waits"),
+    ("of_host", "of_gpu", "waits"),
     [
-        ((3.0, 0.9, 0.9), True),
-        ((3.0, 3.0, 0.7), False),
-        ((HOST_BOUND, 3.0, 3.0), True),
+        ((3.0, 0.9, 0.9), (1.0, 1.0, 1.0), True),
+        ((3.0, 0.7, 0.7), (1.0, 1.0, 1.0), False),
+        ((HOST_BOUND, 3.0, 3.0), (1.0, 1.0, 1.0), True),
+        ((1.0, 1.0, 1.0), (9.0, 9.0, 0.1), False),  # a small block beside large ones
+        ((1.0, 1.0, 1.0), (0.1, 0.1, 3.0), True),
     ],
 )
 def test_blocks_wait_for_the_host_where_their_launches_take_as_long(
-    times: CallTimes, clock: Clock, monkeypatch: pytest.MonkeyPatch, of_host: tuple[float, ...], waits: bool
+    times: CallTimes,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    of_host: tuple[float, ...],
+    of_gpu: tuple[float, ...],
+    waits: bool,
 ) -> None:
     host = iter([moment for order, part in enumerate(of_host) for moment in (float(order), order + part)])
     monkeypatch.setattr(costs.time, "perf_counter", lambda: next(host))
     assert not times.wait_for_host
-    measured(times, clock, *((order, 1.0, False) for order in range(3)))
+    measured(times, clock, *((order, seconds, False) for order, seconds in enumerate(of_gpu)))
     assert times.wait_for_host == waits
 
 
