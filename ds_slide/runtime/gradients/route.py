@@ -118,7 +118,7 @@ class Gradients:
 
     def free_buffers(self) -> None:
         """Let go of the buffers on the GPU. The engine has ended."""
-        self._stagings = []
+        self._stagings, self._scattered = [], []
 
     def send(self, unit: Unit, *, final: bool, source: GradientSource | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.

@@ -9,8 +9,10 @@ import deepspeed
 import pytest
 import two_ranks
 from allocated import counted
-from harness import ds_config, engine_for, llama, on_ssd
+from harness import batches, ds_config, engine_for, llama, on_ssd, train
 from tight_memory import room_for_gradients_of
+
+from ds_slide.runtime.gradients.sources import Scattered
 
 STREAM = {"stream_head": True}
 ALL_ON_SSD = {"host_memory": 0}
@@ -79,6 +81,22 @@ def test_of_an_engine_without_an_optimizer(name: str, disk: Path) -> None:
             assert count.difference(engine) == []
         finally:
             engine.destroy()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_engine_that_has_failed_keeps_no_gradients_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of outer modules stay on the GPU until they have been copied."""
+
+    def copy(*_: Any) -> None:
+        raise RuntimeError("no copy")
+
+    monkeypatch.setattr(Scattered, "copy", copy)
+    with engine_for(llama(), ds_config({}, clip=1.0)) as engine:
+        gradients = engine.optimizer.runtime.parts.gradients
+        with pytest.raises(RuntimeError, match="no copy"):
+            train(engine, batches(1))
+        assert gradients.on_their_way
+    assert not gradients.on_their_way
 
 
 @pytest.mark.slow  # half a minute: six runs of two ranks
