@@ -191,7 +191,7 @@ class Captures:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no graph waits for the backward of a recording, and no recorded block is under way."""
+        """Whether no graph waits for the backward of a recording, and no replay is under way."""
         return self._memory is None or (self._memory.stack.is_empty and not self._memory.running)
 
     def room_of(self, room: float, wanted: Wanted) -> tuple[float, int]:

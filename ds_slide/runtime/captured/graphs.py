@@ -133,13 +133,22 @@ class Memory:
         self.recorded_shapes = 0
         """The number of shapes that have been recorded, now and then."""
         self.running = 0
-        """Calls of recomputed blocks that are under way, in their forward or backward."""
+        """Replays of recomputed blocks that are under way, until their results have been copied."""
         self.has_erred = False
         """Whether a replay has given other numbers than the operators."""
         self.nbytes = 0
         """Bytes of the two pools; 0 on the CPU accelerator."""
         self._held = 0
         """The bytes among them that torch counts as free."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the recordings for a replay. Operators of a block need none: these may be freed for them."""
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
 
     @contextmanager
     def counted(self) -> Iterator[None]:

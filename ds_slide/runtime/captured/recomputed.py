@@ -90,12 +90,10 @@ class RecomputedBlock(CapturedBlock):
     def run(self, call: BlockCall) -> Any:
         """Run the forward of a call that may come here."""
         self._call, self.watched, self.has_replayed = call, None, False
-        self._memory.running += 1
         try:
             return self._run_inside(call)
         finally:
             self._call = None
-            self._memory.running -= 1
 
     def _forward(self, written: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -110,15 +108,11 @@ class RecomputedBlock(CapturedBlock):
         with _without_hooks():
             use = self._use_of(written, given, leaves)
             recording = self._fitting(given, leaves)
-            if recording is not None:
-                self._memory.stack.pushed += 1
-                recording.fill(leaves, None)
-                recording.forward.replay()
-            if recording is not None and self._is_right(recording):
+            copies = None if recording is None else self._replayed_forward(recording, leaves)
+            if recording is not None and copies is not None:
                 self.has_replayed = True
                 use.watched.skip_forward(recording.before)
-                result = recording.result
-                made = [None if each is None else each.detach().clone() for each in recording.results]
+                result, made = recording.result, copies
                 without_gradient: list[torch.Tensor] = []  # a recording has none of these
             else:
                 result = self._run_operators(use, leaves)
@@ -132,6 +126,16 @@ class RecomputedBlock(CapturedBlock):
         results = [each for each in made if isinstance(each, torch.Tensor)]
         new = iter(_Again.apply(self, use, results, without_gradient, len(tensors), *tensors, *use.trained))
         return with_leaves(result, iter([next(new) if isinstance(each, torch.Tensor) else each for each in made]))
+
+    def _replayed_forward(self, recording: Recording, leaves: Sequence[Any]) -> list[torch.Tensor | None] | None:
+        """Return copies of the results of a replay; None where it has given other numbers than the operators."""
+        with self._memory.in_use():
+            self._memory.stack.pushed += 1
+            recording.fill(leaves, None)
+            recording.forward.replay()
+            if not self._is_right(recording):
+                return None
+            return [None if each is None else each.detach().clone() for each in recording.results]
 
     def _use_of(self, written: Callable[..., Any], given: Any, leaves: Sequence[Any]) -> _Use:
         assert self._call is not None
@@ -211,37 +215,34 @@ class RecomputedBlock(CapturedBlock):
         """Compute the backward of a call. `tensors`: among its arguments. `gradients`: of the tensors that it returned.
         `receivers`: the nodes of autograd that get the gradients of the tensors and the trained weights. -> what
         autograd gives to these."""
-        self._memory.running += 1
-        try:
-            return self._backward_of(use, tensors, gradients, receivers)
-        finally:
-            self._memory.running -= 1
-
-    def _backward_of(
-        self,
-        use: _Use,
-        tensors: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-        receivers: Sequence[Any],
-    ) -> list[torch.Tensor | None]:
         self._require_no_graph()
         if use.versions != [each._version for each in use.guarded]:
             raise modified(self.name)
-        self._memory.lent.take_back()
-        pattern = tuple(each is not None for each in gradients)
-        if not any(pattern):
-            return [None] * (len(tensors) + len(use.trained))
-        given, leaves = use.with_tensors(tensors)
-        is_due = self.recording is None or self._misplaced >= MOST_MISPLACED
-        is_plain = is_plain_context(self._memory.device.torch.type)
-        if is_due and is_plain and not _len_torch_dispatch_stack() and not self.has_ended:
-            self._record_both(use, given, leaves, gradients)
-        recording = self._fitting(given, leaves)
-        has_state = recording is not None and use.watched.may_find(recording.before)
-        if recording is not None and is_plain and has_state and recording.pattern == pattern:
-            found = self._replayed(recording, leaves, gradients)
-        else:
-            found = _gradients_by_operators(use, leaves, gradients)
+        with self._memory.in_use():
+            self._memory.lent.take_back()
+            pattern = tuple(each is not None for each in gradients)
+            if not any(pattern):
+                return [None] * (len(tensors) + len(use.trained))
+            given, leaves = use.with_tensors(tensors)
+            is_due = self.recording is None or self._misplaced >= MOST_MISPLACED
+            is_plain = is_plain_context(self._memory.device.torch.type)
+            if is_due and is_plain and not _len_torch_dispatch_stack() and not self.has_ended:
+                self._record_both(use, given, leaves, gradients)
+            recording = self._fitting(given, leaves)
+            has_state = recording is not None and use.watched.may_find(recording.before)
+            if recording is not None and is_plain and has_state and recording.pattern == pattern:
+                found = self._replayed(recording, leaves, gradients)
+                return self._given_on(use, tensors, found, receivers)
+        return self._given_on(use, tensors, _gradients_by_operators(use, leaves, gradients), receivers)
+
+    def _given_on(
+        self,
+        use: _Use,
+        tensors: Sequence[torch.Tensor],
+        found: Sequence[torch.Tensor | None],
+        receivers: Sequence[Any],
+    ) -> list[torch.Tensor | None]:
+        """Return what autograd gives on of the gradients `found`, which the next replay may overwrite."""
         of_inputs = iter(found)
         copies = [
             each.clone() if needs_gradient(of) and (each := next(of_inputs)) is not None else None for of in tensors

@@ -27,8 +27,11 @@ from harness import Result, batches, differences, engine_for, train
 from ds_slide.errors import SlideError
 from ds_slide.runtime.captured import shapes as shapes_module
 from ds_slide.runtime.captured.captures import Phase
+from ds_slide.runtime.captured.checks import Weights
 from ds_slide.runtime.captured.graphs import Graph
+from ds_slide.runtime.captured.recomputed import RecomputedBlock
 from ds_slide.runtime.captured.shapes import STEADY
+from ds_slide.runtime.core.calls import in_backward
 from ds_slide.runtime.memory.shortage import Shortage
 from ds_slide.runtime.memory.tier_moves import RunningStates
 
@@ -357,3 +360,39 @@ def test_blocks_are_recorded_once_operators_do_not_run_again_any_more(
     slide = {**STREAMED, "gpu_memory": "1GiB", "captured_blocks": True}
     _, report = run(plain("llama"), slide, batches(STEPS + 4), "clipping")
     assert report["replayed"] == len(layers_of(plain("llama"))) and len(under_the_mode) == 2 and replays
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_recordings_may_be_given_up_for_operators_but_not_in_a_replay(
+    where: str, replays: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators compute blocks whose weights lie elsewhere, and may need the memory of the recordings."""
+    in_replays, left = [], []
+    replay, operators = Graph.replay, RecomputedBlock._operators
+
+    def replaying(self: Graph) -> None:
+        in_replays.append(self._memory.running)
+        replay(self)
+
+    def operating(self: RecomputedBlock, *given: Any) -> Any:
+        if not left and in_backward() == (where == "backward"):
+            assert captures._memory is not None
+            captures.give_up()
+            left.append(captures._memory)
+        return operators(self, *given)
+
+    monkeypatch.setattr(Graph, "replay", replaying)
+
+    def training(engine: Any) -> Result:
+        nonlocal captures
+        captures = captures_of(engine)
+        train(engine, batches(STEPS))
+        if replays:
+            monkeypatch.setattr(Weights, "are_there", lambda _: False)
+            monkeypatch.setattr(RecomputedBlock, "_operators", operating)
+        return train(engine, batches(2))
+
+    captures: Any = None
+    expected, result = both(training, llama, slide=STREAMED)
+    assert differences(result, expected) == []
+    assert left == [None] and set(in_replays) == {1}

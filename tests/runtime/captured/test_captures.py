@@ -518,7 +518,7 @@ def test_recordings_that_do_not_come_are_not_expected_for_ever() -> None:
     assert run.captures.expect(wanted, waits_for_host=True) == 0 and not run.captures.are_expected
 
 
-def test_recordings_stay_while_a_recomputed_block_is_under_way() -> None:
+def test_recordings_stay_while_a_replay_is_under_way() -> None:
     run, shape, wanted = Run(wanted="auto"), Shape(8, 4), Wanted(100, 10, 1, streams=True)
     run.captures.phase = Phase.RECORDING
     run.captures.expect(wanted, waits_for_host=True)
@@ -528,10 +528,9 @@ def test_recordings_stay_while_a_recomputed_block_is_under_way() -> None:
         run.captures.end_forward(completed=True)
     memory = run.captures._memory
     assert memory is not None
-    memory.running = 1
-    run.captures.give_up()
-    assert run.captures._memory is memory
-    memory.running = 0
+    with memory.in_use():
+        run.captures.give_up()
+        assert run.captures._memory is memory
     run.captures.give_up()
     assert run.captures._memory is None
 
