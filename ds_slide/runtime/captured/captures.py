@@ -397,8 +397,9 @@ class Captures:
     # ---- their memory ------------------------------------------------------------------------------------------------
 
     def give_up(self) -> int:
-        """Free the recordings, where no graph waits for its backward. -> bytes that have come free."""
-        if self._memory is None or not self._is_idle:
+        """Free the recordings, where no graph waits for its backward, and no parameter holds a gradient in their
+        memory: an operator that reads it may have found none. -> bytes that have come free."""
+        if self._memory is None or not self._is_idle or self._memory.lent.are_held:
             return 0
         before = self._device.allocated() if self._device.is_cuda else 0
         self._free()

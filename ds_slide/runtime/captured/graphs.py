@@ -285,6 +285,12 @@ class Lent:
                     parameter.grad = gradient
                     given.append((parameter, gradient))
 
+    @property
+    def are_held(self) -> bool:
+        """Whether parameters still hold some of these gradients."""
+        with AS_THEY_ARE():
+            return any(parameter.grad is gradient for parameter, gradient in self._given)
+
     def take_back(self) -> None:
         """Give parameters that still hold a gradient a copy of it, before another backward overwrites it."""
         with AS_THEY_ARE():

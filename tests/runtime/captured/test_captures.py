@@ -535,6 +535,23 @@ def test_recordings_stay_while_a_replay_is_under_way() -> None:
     assert run.captures._memory is None
 
 
+def test_recordings_stay_while_a_gradient_lies_in_their_memory() -> None:
+    """The operator that packs the gradient may have found no memory. It runs again, on the same tensor."""
+    run = Run()
+    run.record(0)
+    run.blocks.zero_grad()
+    run.twins.zero_grad()
+    run.forward(0)
+    run.backward(0)
+    memory = run.captures._memory
+    assert memory is not None and memory.lent.are_held
+    run.captures.give_up()
+    assert run.captures._memory is memory
+    run.blocks.zero_grad()  # the gradient has been packed
+    run.captures.give_up()
+    assert run.captures._memory is None
+
+
 def test_a_batch_that_needs_the_memory_of_recordings_frees_them() -> None:
     run = Run()
     run.record(0)
