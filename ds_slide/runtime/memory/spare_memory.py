@@ -218,7 +218,9 @@ class SpareMemory:
             is_settled = looks.step > LOOKS[-1] and not looks.coming & {looks.step + 1, looks.step + 2}
             latest = self._context.recorder.latest
             seconds = 0.0 if latest is None else latest.step_s
-            if self.activations.captures.end_step(is_settled=is_settled, seconds=seconds):
+            has_come_out = self.activations.captures.end_step(is_settled=is_settled, seconds=seconds)
+            # Ranks decide together, and recordings of batches of other shapes come in other steps.
+            if has_come_out and self._context.ranks.world_size == 1:
                 looks.coming |= {looks.step + 2}  # the step before a decision is measured
 
     def _look(self, forwards: int) -> None:

@@ -471,6 +471,18 @@ def test_a_step_is_judged_by_the_updates_that_ran_in_it(monkeypatch: pytest.Monk
     assert set(judged) == {("deferred", 0.125)} and run.spare.activations.keeps_first
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_alone_decides_nothing_when_its_recordings_have_come(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks' batches have other shapes. A decision waits for all of them."""
+    run = Run(ranks=Two(0.0) if ranks == 2 else None)
+    run.steps(LOOKS[-1] + 1)
+    monkeypatch.setattr(run.spare.activations.captures, "end_step", lambda **_: True)
+    run.step()
+    assert max(run.spare._looks.coming) == (run.spare._looks.step + 2 if ranks == 1 else LOOKS[-1])
+
+
 def test_ranks_with_other_gpus_decide_alike() -> None:
     """By the memory of one of them: each by its own would move other states, in a collective."""
     told: list[Any] = []
