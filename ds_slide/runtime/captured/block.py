@@ -453,7 +453,7 @@ class CapturedBlock:
         places = self._shared.of_gradients([each for each, _ in given])
         for place, (_, gradient) in zip(places, given, strict=True):
             place.copy_(gradient)
-        if recording.pattern is None:
+        if recording.pattern is None and not _len_torch_dispatch_stack():
             recording.pattern = pattern
             self._record_backward(recording, places)
         if recording.backward is not None and pattern == recording.pattern:

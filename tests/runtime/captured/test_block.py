@@ -6,7 +6,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -284,6 +284,20 @@ def test_nothing_is_recorded_under_a_mode_of_the_dispatcher() -> None:
         captured.record()
     assert captured.block.recording is None and not captured.block.has_ended
     captured.record()
+    assert captured.replays()
+
+
+def test_no_backward_is_recorded_under_a_mode_of_the_dispatcher() -> None:
+    """It runs through the recorded graph, and a later one is recorded."""
+    captured = Captured()
+    for mode in (Replaying(), nullcontext()):
+        results = [run(hidden(2), SCALE) for run in captured.both()]
+        with mode:
+            for result in results:
+                result.square().sum().backward()
+        assert captured.block.recording is not None
+        assert (captured.block.recording.backward is None) == isinstance(mode, Replaying)
+        assert captured.gradients()[0] == captured.gradients()[1]
     assert captured.replays()
 
 
