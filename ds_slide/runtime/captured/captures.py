@@ -225,7 +225,7 @@ class Captures:
     def expect(self, wanted: Wanted, *, waits_for_host: bool) -> float:
         """Decide whether recordings of recomputed blocks are to come. -> bytes to be left for them. `waits_for_host`:
         whether the device waits for the host in blocks that can be recorded."""
-        may_come = self.phase is not Phase.OFF and self._may_recompute and not self.nbytes
+        may_come = self.phase is not Phase.OFF and self._may_recompute and not self.nbytes and wanted.nbytes > 0
         may_come &= (self._is_asked or waits_for_host) and self._missed < STEADY
         is_soon = self._steps + STEADY >= self._pause
         self.are_expected = may_come and wanted.streams and is_soon

@@ -418,6 +418,8 @@ def test_memory_is_left_for_recordings_of_blocks_that_wait_for_the_host() -> Non
     assert run.captures.expect(wanted, waits_for_host=True) == wanted.recomputed
     assert run.captures.expect(replace(wanted, streams=False), waits_for_host=True) == wanted.recomputed
     assert not run.captures.are_expected  # they may keep their activations
+    assert run.captures.expect(replace(wanted, nbytes=0), waits_for_host=True) == 0  # no block is taken over
+    assert not run.captures.are_expected
     run.captures.close()
     assert run.captures.expect(wanted, waits_for_host=True) == 0
 
