@@ -124,7 +124,7 @@ class RecomputedBlock(CapturedBlock):
                 ]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         results = [each for each in made if isinstance(each, torch.Tensor)]
-        new = iter(_Again.apply(self, use, results, without_gradient, len(tensors), *tensors, *use.trained))
+        new = iter(_Again.apply(self, use, results, without_gradient, *tensors, *use.trained))
         return with_leaves(result, iter([next(new) if isinstance(each, torch.Tensor) else each for each in made]))
 
     def _replayed_forward(self, recording: Recording, leaves: Sequence[Any]) -> list[torch.Tensor | None] | None:
@@ -333,7 +333,7 @@ def _without_hooks() -> Iterator[None]:
 
 
 class _Again(torch.autograd.Function):
-    """The node of a call. It saves the tensors among the call's arguments."""
+    """The node of a call. `given`: the tensors among the call's arguments, which it saves, and the trained weights."""
 
     @staticmethod
     def forward(
@@ -342,16 +342,15 @@ class _Again(torch.autograd.Function):
         use: _Use,
         results: Sequence[torch.Tensor],
         without_gradient: Sequence[torch.Tensor],
-        count: int,
-        *tensors: torch.Tensor,
+        *given: torch.Tensor,
     ) -> Any:
         ctx.block, ctx.use = block, use
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[:count])
+        ctx.save_for_backward(*given[: len(given) - len(use.trained)])
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         receivers = [node for node, _ in ctx.next_functions]
-        return (None, None, None, None, None, *ctx.block.backward_of(ctx.use, ctx.saved_tensors, gradients, receivers))
+        return (None, None, None, None, *ctx.block.backward_of(ctx.use, ctx.saved_tensors, gradients, receivers))

@@ -8,7 +8,7 @@ import pytest
 
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.activations import costs
-from ds_slide.runtime.activations.costs import HOST_BOUND, OUTSIDE, WAIT_S, CallTimes
+from ds_slide.runtime.activations.costs import HOST_BOUND, STEP_TO_BLOCKS, WAIT_S, CallTimes
 from ds_slide.runtime.core.device import Device, Marker
 
 SHORT, LONG = Shape(64, 16), Shape(128, 32)
@@ -162,4 +162,4 @@ def test_blocks_wait_for_the_host_where_their_launches_take_as_long(
 def test_the_gpu_alone_takes_the_shortest_time_of_each_kind(times: CallTimes, clock: Clock) -> None:
     """Longer calls have waited for the host."""
     measured(times, clock, (0, 3.0, False), (1, 1.0, False), (2, 0.5, False), (2, 2.0, False))
-    assert times.on_gpu_s == pytest.approx(OUTSIDE * 4 * (2 * 1.0 + 2 * 0.5))
+    assert times.on_gpu_s == pytest.approx(STEP_TO_BLOCKS * 4 * (2 * 1.0 + 2 * 0.5))
