@@ -102,8 +102,8 @@ class Gradients:
         self._turn = 0
         self._early: set[Staging] = set()
         """Staging buffers with gradients that were packed early and are not averaged yet."""
-        self._scattered: list[Scattered] = []
-        """Sources of outer modules' gradients that may still be on the GPU."""
+        self._scattered: dict[int, Scattered] = {}
+        """The latest source of each outer module's gradients, by `Unit.order`, which may still be on the GPU."""
         self._updating = updating
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters, by parameter group, of updates that start as soon as a gradient arrives."""
@@ -118,7 +118,7 @@ class Gradients:
 
     def free_buffers(self) -> None:
         """Let go of the buffers on the GPU. The engine has ended."""
-        self._stagings, self._scattered = [], []
+        self._stagings, self._scattered = [], {}
 
     def send(self, unit: Unit, *, final: bool, source: GradientSource | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
@@ -166,7 +166,7 @@ class Gradients:
     @property
     def on_their_way(self) -> int:
         """Bytes of outer modules' gradients on the GPU that are still to be copied to host memory."""
-        return sum(each.nbytes for each in self._scattered)
+        return sum(each.nbytes for each in self._scattered.values())
 
     def holds(self, nbytes: int) -> bool:
         """Whether the buffers take `nbytes` of packed gradients."""
@@ -383,8 +383,7 @@ class Gradients:
         An outer module's few large gradients go down from where autograd left them: packing a vocabulary matrix would
         take a staging buffer of its size."""
         if unit.spec.kind == "outer" and self._ranks.world_size == 1:
-            source = Scattered.of(unit, self._d2h)
-            self._scattered = [*(each for each in self._scattered if each.places), source]
+            source = self._scattered[unit.order] = Scattered.of(unit, self._d2h)
             return source
         return self._reduced(unit)
 
