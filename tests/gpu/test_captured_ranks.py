@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from captured_ranks_worker import CASES
 from conftest import HERE, ON_CPU
 from ranks import run_ranks
+from recorded_ranks_worker import CASES
 
 pytestmark = pytest.mark.skipif(not ON_CPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
 BLOCKS = 4
 
 
 def test_recordings_of_two_ranks_have_the_same_bits(tmp_path: Path) -> None:
-    for code, log, _ in run_ranks([str(HERE / "captured_ranks_worker.py")], tmp_path):
+    for code, log, _ in run_ranks([str(HERE / "recorded_ranks_worker.py")], tmp_path):
         assert code == 0, log[-3000:]
         found = [line for line in log.splitlines() if line.partition(":")[0] in CASES]
         assert found == [f"{name}: same {BLOCKS}" for name in CASES]

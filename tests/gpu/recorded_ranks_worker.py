@@ -1,7 +1,7 @@
 """One of two ranks that trains with and without recordings. Prints "CASE: same" where all bits are, with the number of
 blocks that were replayed in the last step.
 
-    RANK=... WORLD_SIZE=2 LOCAL_RANK=... python captured_ranks_worker.py
+    RANK=... WORLD_SIZE=2 LOCAL_RANK=... python recorded_ranks_worker.py
 """
 
 from __future__ import annotations
