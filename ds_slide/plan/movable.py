@@ -54,7 +54,7 @@ def summable_units(plan: Plan, forwards: int) -> list[Summable]:
     held = sum(numel[index] for index in numel if index not in summed)
     down = sum(numel[index] * (1 if index in summed else forwards) for index in numel)
     chosen = [index for index in numel if more > 0 and index not in summed and may_sum(plan, index)]
-    turn = _in_turn(index for index in chosen if not plan.units[index].is_outer)
+    turn = _in_turn(plan, chosen)
     return [
         Summable(
             index,
@@ -80,8 +80,7 @@ def movable_states(plan: Plan, forwards: int = 1) -> list[Movable]:
     promoted, units = plan.placement.promoted, enumerate(plan.units)
     free = [index for index, unit in units if unit.codec.numel and index not in promoted]
     chosen = [index for index in free if why_fixed(plan, index) is None]
-    blocks = (index for index in chosen if not plan.units[index].is_outer)
-    return _in_order(plan, chosen, _in_turn(blocks) if forwards > 1 else {})
+    return _in_order(plan, chosen, _in_turn(plan, chosen) if forwards > 1 else {})
 
 
 def promoted_states(plan: Plan) -> list[Movable]:
@@ -89,17 +88,17 @@ def promoted_states(plan: Plan) -> list[Movable]:
     return _in_order(plan, plan.placement.promoted, {})
 
 
-def _in_turn(blocks: Iterable[int]) -> dict[int, int]:
-    """Return a number for each block, by index. The blocks with the smallest numbers, as many as you like, are spread
-    evenly over the model, and so are the others.
+def _in_turn(plan: Plan, chosen: Iterable[int]) -> dict[int, int]:
+    """Return a number for each block among the units `chosen`, by index. The blocks with the smallest numbers, as many
+    as you like, are spread evenly over the model, and so are the others.
 
     With several micro-batches the host adds up the gradients of the blocks that have neither states nor sums on the
     GPU. Where such blocks follow each other, backward waits for the host in front of a buffer, and the host has nothing
     to do under the other blocks. The numbers are those of the points of the van der Corput sequence, whose n-th point
     is n with its bits reversed behind the point."""
-    if not (ordered := sorted(blocks)):
+    if not (ordered := sorted(index for index in chosen if not plan.units[index].is_outer)):
         return {}
-    bits = max(len(ordered) - 1, 0).bit_length()
+    bits = (len(ordered) - 1).bit_length()
     points = (sum((number >> bit & 1) << (bits - 1 - bit) for bit in range(bits)) for number in range(1 << bits))
     places = dict.fromkeys(point * len(ordered) >> bits for point in points)
     return {ordered[place]: number for number, place in enumerate(places)}

@@ -69,6 +69,15 @@ def checkpointed(model: nn.Module, reentrant: bool, **options: Any) -> nn.Module
     return model
 
 
+def partly_frozen(model: nn.Module) -> nn.Module:
+    """As people fine-tune the last blocks, with checkpointing. No backward comes to the embeddings and two blocks."""
+    checkpointed(model, reentrant=False)
+    for module in (model.model.embed_tokens, *model.model.layers[:2]):
+        module.requires_grad_(False)
+    model.disable_input_require_grads()
+    return model
+
+
 def config_of(slide: dict[str, Any], schedule: str = "clipping") -> dict[str, Any]:
     clip, accumulation = SCHEDULES[schedule]
     config = ds_config({"window": 2, "cpu_threads": 1, "gpu_states": 0, **slide}, clip=clip, accumulation=accumulation)

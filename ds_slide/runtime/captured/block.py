@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.block_state import Before, BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
-from ds_slide.runtime.captured.checks import HostRandom, MadeOf, Weights, hooks_of, leaves_below
+from ds_slide.runtime.captured.checks import HostRandom, MadeOf, Weights, have_hooks, leaves_below
 from ds_slide.runtime.captured.comparison import COMPARISONS, differ, run_beside
 from ds_slide.runtime.captured.graphs import Graph, Memory, Pool, Token
 from ds_slide.runtime.captured.inputs import NotRecordable, Place, SharedPlaces, Signature, leaves_of, with_leaves
@@ -166,9 +166,7 @@ class CapturedBlock:
         if not is_plain_context(self._memory.device.torch.type):
             return False
         if self.recording is None:
-            return not _len_torch_dispatch_stack() and not any(
-                hooks for each in self._inside for hooks in hooks_of(each)
-            )
+            return not _len_torch_dispatch_stack() and not have_hooks(self._inside)
         return self.recording.is_valid()
 
     @contextmanager

@@ -26,7 +26,7 @@ from ds_slide.plan.spare import Shape
 from ds_slide.report.log import log, size
 from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
-from ds_slide.runtime.captured.checks import has_experts, hooks_of
+from ds_slide.runtime.captured.checks import has_experts, have_hooks
 from ds_slide.runtime.captured.graphs import Memory
 from ds_slide.runtime.captured.recomputed import RecomputedBlock
 from ds_slide.runtime.captured.recordings import Recordings
@@ -304,7 +304,7 @@ class Captures:
 
     def may_record(self, call: BlockCall) -> bool:
         """Whether a recomputed block can probably be recorded."""
-        return self._can_recompute(call) and not any(map(any, map(hooks_of, call.modules[1:])))
+        return self._can_recompute(call) and not have_hooks(call.modules[1:])
 
     def _make_place(self, recordings: Recordings) -> None:
         """Make place for recordings that begin."""

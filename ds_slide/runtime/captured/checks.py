@@ -22,6 +22,10 @@ def hooks_of(module: nn.Module) -> Iterator[dict[int, Any]]:
     yield from (module._backward_pre_hooks, module._backward_hooks)
 
 
+def have_hooks(modules: Iterable[nn.Module]) -> bool:
+    return any(hooks for each in modules for hooks in hooks_of(each))
+
+
 def has_experts(modules: Iterable[nn.Module]) -> bool:
     """Whether a block may route its tokens to experts. The numbers of tokens are often read by the host, which a
     recording does not allow. Found by names, and by weights of more than two dimensions."""

@@ -27,6 +27,7 @@ from activation_runs import (
     expected,
     layers_of,
     llama,
+    partly_frozen,
     run,
     with_hooks_inside,
 )
@@ -317,16 +318,9 @@ def test_a_recomputation_that_fails_measures_nothing() -> None:
 def test_frozen_blocks_in_front_are_not_those_that_are_measured() -> None:
     """As people fine-tune the last blocks. No backward comes to the first ones, which save nothing."""
 
-    def partly_frozen() -> nn.Module:
-        model = checkpointed(llama(), reentrant=False)
-        for module in (model.model.embed_tokens, *model.model.layers[:2]):
-            module.requires_grad_(False)
-        model.disable_input_require_grads()
-        return model
-
     data, limit = batches(STEPS), {"gpu_memory": "1GiB"}
-    expected, _ = run(partly_frozen(), {**limit, "activations": "as_written"}, data)
-    result, report = run(partly_frozen(), limit, data)
+    expected, _ = run(partly_frozen(llama()), {**limit, "activations": "as_written"}, data)
+    result, report = run(partly_frozen(llama()), limit, data)
     assert differences(result, expected) == []
     assert report["keep"] == len(layers_of(llama())) - 2
 

@@ -17,6 +17,7 @@ from activation_runs import (
     config_of,
     layers_of,
     llama,
+    partly_frozen,
     run,
     with_hooks_inside,
 )
@@ -327,16 +328,9 @@ def test_blocks_are_replayed_where_memory_is_so_tight_that_operators_may_run_aga
 def test_blocks_behind_frozen_ones_are_replayed() -> None:
     """All but the first one, whose input needs no gradient."""
 
-    def partly_frozen() -> torch.nn.Module:
-        model = checkpointed(plain("llama"), reentrant=False)
-        for module in (model.model.embed_tokens, *model.model.layers[:2]):
-            module.requires_grad_(False)
-        model.disable_input_require_grads()
-        return model
-
     data = batches(STEPS + 2)
-    expected, _ = run(partly_frozen(), {**STREAMED, "captured_blocks": False}, data)
-    result, report = run(partly_frozen(), {**STREAMED, "captured_blocks": True}, data)
+    expected, _ = run(partly_frozen(plain("llama")), {**STREAMED, "captured_blocks": False}, data)
+    result, report = run(partly_frozen(plain("llama")), {**STREAMED, "captured_blocks": True}, data)
     assert differences(result, expected) == []
     assert report["replayed"] == len(layers_of(plain("llama"))) - 3
 
