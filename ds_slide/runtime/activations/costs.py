@@ -152,8 +152,8 @@ class CallTimes:
         self._device = device
         self._kind = kind
         self.is_timing = False
-        self._entered: dict[int, tuple[Marker, float]] = {}
-        """Marks at which blocks have begun to compute, and the host's seconds then."""
+        self._entered: dict[int, tuple[Marker, float, bool]] = {}
+        """Marks at which blocks have begun to compute, the host's seconds then, and whether the GPU was behind."""
         self._calls: list[_Call] = []
         self._latest: _Call | None = None
         """The last call, until the next block begins."""
@@ -167,7 +167,7 @@ class CallTimes:
         self.on_gpu_s = 0.0
         """Seconds of all that the step computes, with blocks that are recomputed and a GPU that waits for nothing."""
         self.wait_for_host = False
-        """Whether the host took as long as the GPU for the timed calls."""
+        """Whether the host took as long as the GPU for the calls that were timed last."""
 
     def begin(self) -> None:
         """Time calls from now on."""
@@ -180,17 +180,18 @@ class CallTimes:
         """Note that a block begins to compute with its weights: a recomputation has no wait for them."""
         if not self.is_timing:
             return
+        is_behind = self._latest is not None and not self._latest.ended.done()
         begun = self._device.mark(timed=True)
-        self._entered[order] = begun, time.perf_counter()
+        self._entered[order] = begun, time.perf_counter(), is_behind
         if self._latest is not None:
             self._latest.following, self._latest = begun, None
 
     def leave(self, order: int, shape: Shape | None, *, is_mixed: bool) -> None:
         """Note that a call of the block has ended, in a batch of `shape`. `is_mixed`: it has kept some results only."""
         if (entered := self._entered.pop(order, None)) is not None:
-            begun, host_began = entered
+            begun, host_began, is_behind = entered
             host_s = time.perf_counter() - host_began
-            self._latest = _Call(order, shape, begun, self._device.mark(timed=True), host_s, is_mixed)
+            self._latest = _Call(order, shape, begun, self._device.mark(timed=True), host_s, is_behind, is_mixed)
             self._calls.append(self._latest)
 
     def end_forward(self) -> None:
@@ -220,13 +221,23 @@ class CallTimes:
             if mixed and known is not None:
                 more[kind] = more.get(kind, 0.0) + calls_of_block * fmean(each.longer_than(known) for each in mixed)
         self._mixing_s |= {kind: max(0.0, seconds) for kind, seconds in more.items()}
-        of_gpu = sum(len(calls) * min(each.seconds for each in calls) for calls in alike.values())
-        of_host = sum(len(calls) * min(each.host_s for each in calls) for calls in alike.values())
-        # A forward, its recomputation, and a backward of two forwards.
-        self.on_gpu_s = STEP_TO_BLOCKS * 4 * of_gpu
-        self.wait_for_host = of_host >= HOST_BOUND * of_gpu > 0
+        self._compare_with_host([[each for each in calls if not each.is_mixed] for calls in alike.values()])
         self._calls.clear()
         self.is_timing = False
+
+    def _compare_with_host(self, alike: Sequence[Sequence[_Call]]) -> None:
+        """Compare the GPU's times with the host's. `alike`: calls of one kind and shape that keep nothing or all. A
+        mode of the dispatcher slows the host down in mixed calls: 14 B with adapters, which keeps the GPU busy with
+        4 x 2,048 tokens, seemed to wait for the host (benchmarks/results/2026-11-27_nvidia-h200_lengths.md)."""
+        if not any(alike):
+            return
+        of_gpu = sum(len(calls) * min(each.seconds for each in calls) for calls in alike if calls)
+        of_host = sum(len(calls) * min(each.host_s for each in calls) for calls in alike if calls)
+        # A forward, its recomputation, and a backward of two forwards.
+        self.on_gpu_s = STEP_TO_BLOCKS * 4 * of_gpu
+        behind = [each.is_behind for calls in alike for each in calls]
+        # Behind a full queue of launches the host takes as long as the GPU.
+        self.wait_for_host = of_host >= HOST_BOUND * of_gpu > 0 and 2 * sum(behind) <= len(behind)
 
     def seconds_of(self, order: int) -> float:
         """Return the seconds of the block's forwards in a step; 0 as long as nothing has been timed."""
@@ -240,15 +251,18 @@ class CallTimes:
 
 @dataclass
 class _Call:
-    """One timed call of a block's forward. `shape`: of the batch. `host_s`: seconds in which the host has launched it.
-    `is_mixed`: it has kept some results only. `following`: the mark at which the next block of the same forward has
-    begun to compute, if one has."""
+    """One timed call of a block's forward.
+
+    `shape`: of the batch. `host_s`: seconds in which the host has launched it. `is_behind`: the GPU had not ended the
+    block before when the host began to launch this one. `is_mixed`: it has kept some results only. `following`: the
+    mark at which the next block of the same forward has begun to compute, if one has."""
 
     order: int
     shape: Shape | None
     begun: Marker
     ended: Marker
     host_s: float
+    is_behind: bool
     is_mixed: bool
     following: Marker | None = None
 

@@ -15,16 +15,24 @@ SHORT, LONG = Shape(64, 16), Shape(128, 32)
 KIND = {0: "wide", 1: "wide", 2: "narrow"}
 
 
+class AheadOfGpu(Marker):
+    """A mark that the device has not come to yet."""
+
+    def done(self) -> bool:
+        return False
+
+
 class Clock:
     """A device whose marks have the time that the test has come to, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.waits = 0
+        self.is_behind = False
 
     def mark(self, *, timed: bool) -> Marker:
         assert timed
-        return Marker(at=self.now)
+        return (AheadOfGpu if self.is_behind else Marker)(at=self.now)
 
     def synchronize(self) -> None:
         self.waits += 1
@@ -157,6 +165,37 @@ def test_blocks_wait_for_the_host_where_their_launches_take_as_long(
     assert not times.wait_for_host
     measured(times, clock, *((order, seconds, False) for order, seconds in enumerate(of_gpu)))
     assert times.wait_for_host == waits
+
+
+@pytest.fixture
+def slow_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch of a block takes the host a second."""
+    seconds = iter(range(1000))
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: float(next(seconds)))
+
+
+@pytest.mark.usefixtures("slow_launches")
+def test_a_host_whose_queue_of_launches_is_full_waits_for_the_gpu(times: CallTimes, clock: Clock) -> None:
+    """A launch then takes as long as what the GPU computes meanwhile."""
+    calls = [(order, 1.0, False) for order in (0, 1, 2)]
+    measured(times, clock, *calls)
+    assert times.wait_for_host
+    clock.is_behind = True
+    measured(times, clock, *calls)
+    assert not times.wait_for_host
+
+
+@pytest.mark.usefixtures("slow_launches")
+def test_mixed_calls_say_nothing_of_the_host(times: CallTimes, clock: Clock) -> None:
+    """A mode of the dispatcher sees their operators."""
+    measured(times, clock, (0, 9.0, False), (1, 9.0, False))
+    on_gpu_s = times.on_gpu_s
+    measured(times, clock, (0, 1.0, True), (1, 1.0, True))
+    assert not times.wait_for_host and times.on_gpu_s == on_gpu_s
+    measured(times, clock, (0, 1.0, True), (1, 9.0, False))
+    assert not times.wait_for_host
+    measured(times, clock, (0, 9.0, True), (1, 1.0, False))
+    assert times.wait_for_host
 
 
 def test_the_gpu_alone_takes_the_shortest_time_of_each_kind(times: CallTimes, clock: Clock) -> None:
