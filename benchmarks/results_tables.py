@@ -139,7 +139,7 @@ CURRENT = (
     ("3 B, 4 x 2048, 12 GiB", "qwen2.5-3b 4 x 2048", IN_12, "26_nvidia-h100_forecast", None),
     ("7.6 B, 8 x 2048", "qwen2.5-7b 8 x 2048", CLIP, "26_nvidia-h100_forecast", None),
     ("7.6 B, 4 x 2048, 24 GiB", "qwen2.5-7b 4 x 2048", IN_24, "26_nvidia-h100_forecast", None),
-    ("14 B LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b LoRA 4 x 2048", "24 GiB", "lengths", None),
+    ("14 B LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b LoRA 4 x 2048", "24 GiB", "lengths_2", None),
     ("14 B nf4 LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b nf4 LoRA 4 x 2048", "24 GiB", "adapters-and-muon", None),
     ("30 B-A3B LoRA, 8 x 2048, 24 GiB", "qwen3-30b-a3b LoRA 8 x 2048", "24 GiB", "adapters-and-muon", None),
     ("3 B with Muon, 8 x 2048", "Muon qwen2.5-3b 8 x 2048", CLIP, "adapters-and-muon", None),

@@ -102,6 +102,10 @@ def plans(nvme_path: str) -> dict[str, list[Setting]]:
         "four-fewer": side_by_side(11),
         "four-fewer-rest": side_by_side(11)[3:],
         "four-stock": [Setting("stock", clip=1.0, steps=8, warmup=2)],
+        "recorded": [
+            Setting("slide", batch=1, grad_accum=4, clip=1.0, steps=8, warmup=14, slide={"captured_blocks": recorded})
+            for recorded in (True, False)
+        ],
         "large-7b": large(5, "qwen2.5-7b"),
         "large-14b": large(4, "qwen2.5-14b"),
         "large-lora": large(4, "qwen2.5-32b", adapter=16, batch=4),

@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# As in `conftest.py`: kernels of cuBLAS have the same bits in a recording and outside of it.
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
 import deepspeed
 import torch
 import torch.distributed as dist

@@ -228,7 +228,7 @@ class CallTimes:
     def _compare_with_host(self, alike: Sequence[Sequence[_Call]]) -> None:
         """Compare the GPU's times with the host's. `alike`: calls of one kind and shape that keep nothing or all. A
         mode of the dispatcher slows the host down in mixed calls: 14 B with adapters, which keeps the GPU busy with
-        4 x 2,048 tokens, seemed to wait for the host (benchmarks/results/2026-11-27_nvidia-h200_lengths.md)."""
+        4 x 2,048 tokens, seemed to wait for the host (benchmarks/results/2026-11-27_nvidia-h100_lengths_2.md)."""
         if not any(alike):
             return
         of_gpu = sum(len(calls) * min(each.seconds for each in calls) for calls in alike if calls)
