@@ -13,6 +13,7 @@ transfers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -184,6 +185,9 @@ rate. It was 0.62 to 0.77 in trainings on two H100 hosts, 0.74 on one H200 host,
 (benchmarks/results/2026-11-26_nvidia-h100_forecast.md, 2026-11-23_nvidia-h200_hand-sweep.md, page passes)."""
 UPDATE_BOUND = 0.9
 """A forward that waits for updates is at most this much longer than they are."""
+IDLE_SHARE = 0.95
+"""Second passes that would fill the lane's idle time beyond this part hold up the last backward. A lane that is never
+idle with two passes goes back to one."""
 
 
 @dataclass(frozen=True)
@@ -192,18 +196,28 @@ class Updates:
 
     `forward_s`: from the end of a step until the next backward begins, waits included. `left_s`: remaining seconds of
     the forward when the awaited updates have ended. `reach_s`: from the begin of the backward until it comes to the
-    last unit that the CPU updates."""
+    last unit whose second pass it waits for. `due`: the part of the updates that are of such units. The others have
+    their gradients added up on the GPU, and their second passes have time until the last backward of the step.
+    `idle_s`: seconds of a step with one pass in which the update lane has nothing to do."""
 
     whole_s: float
     forward_s: float
     left_s: float
     reach_s: float
+    due: float = 1.0
+    idle_s: float = math.inf
 
     @classmethod
     def measured(cls, busy_s: float, forward_s: float, reach_s: float, *, in_two: bool) -> Updates:
         """Return the updates of a measured step. `busy_s`: busy seconds of the update lane. `in_two`: in two passes."""
         whole, awaited = (busy_s / (2 * PASS_SHARE), busy_s / 2) if in_two else (busy_s, busy_s)
         return cls(whole, forward_s, max(0.0, forward_s - awaited), reach_s)
+
+    def beside(self, due: float, idle_s: float, *, in_two: bool) -> Updates:
+        """Return these updates with `due`, in a step that was measured. `idle_s`: of that step, whose updates were
+        `in_two` passes. With a single pass it would have been longer by what a pass saves, and the lane less busy by
+        the other pass."""
+        return replace(self, due=due, idle_s=idle_s + (PASS_SHARE * self.whole_s if in_two else 0.0))
 
     @property
     def exceed_forward(self) -> bool:
@@ -215,9 +229,13 @@ class Updates:
         """Whether two passes make the step shorter, where updates do not fit under the forward.
 
         With one pass the backward gets to that unit after whole_s + left_s + reach_s. With two it takes the first
-        pass, and then the second pass or left_s + reach_s, whichever is longer.
+        pass, and then the second passes that are due or left_s + reach_s, whichever is longer. The other second passes
+        need a lane that is idle for long enough: a step that is shorter by whole_s - PASS_SHARE * whole_s has to hold
+        them, too.
         """
-        return self.whole_s * (2 * PASS_SHARE - 1) < self.left_s + self.reach_s
+        if self.due < 1 and PASS_SHARE * self.whole_s > IDLE_SHARE * self.idle_s:
+            return False
+        return self.whole_s * (PASS_SHARE * (1 + self.due) - 1) < self.left_s + self.reach_s
 
     @property
     def two_passes_pay(self) -> bool:
@@ -280,7 +298,10 @@ class Work:
     lead: float = 0.0
     """The time from the begin of a backward until the first gradient for the CPU is complete."""
     reach: float = 0.0
-    """The time from the begin of a backward until the last gradient for the CPU is complete."""
+    """The time from the begin of a backward until the last gradient for the CPU is complete, of those that no sum on
+    the GPU takes."""
+    due: float = 1.0
+    """The part of `update` whose second pass the next backward waits for (`Updates.due`)."""
     outer: float = 0.0
     """The part of `update` for outer modules, which a forward needs first."""
     outer_last: float = 0.0
@@ -316,7 +337,7 @@ def scheduled(work: Work, *, below_limit: bool = False) -> Step:
     one = step_of(work, "deferred", "gradients are held until the norm is known")
     if not work.update:
         return replace(one, why="all states are on the GPU, and are updated there when the norm is known")
-    updates = updates_of(work)
+    updates = replace(updates_of(work), idle_s=one.step_s - one.lanes["update"])
     if not updates.exceed_forward:
         return replace(one, why="gradients are held until the norm is known, and updates fit under the next forward")
     if below_limit and work.ahead:
@@ -340,7 +361,7 @@ def updates_of(work: Work) -> Updates:
     queue = _queue(work, work.update)
     forward = _forward(work, queue, work.outer + work.outer_copies, work.begun)
     # The engine measures a forward by the host's clock. The host is ahead of the GPU, and waits only for updates.
-    return Updates(work.update, max(work.launched, queue), forward - queue, work.reach)
+    return Updates(work.update, max(work.launched, queue), forward - queue, work.reach, work.due)
 
 
 def step_of(work: Work, schedule: Schedule, why: str = "") -> Step:
@@ -366,8 +387,9 @@ def step_of(work: Work, schedule: Schedule, why: str = "") -> Step:
         queue = max(queue, outer)
         outer = min(queue, outer + begun) if outer else 0.0
     forward = _forward(work, queue, outer + late_outer * work.outer_copies, begun)
-    # Second passes begin when the first ones have ended, and precede the backward from unit to unit.
-    backward = max(backward, second - (forward - queue) + work.backward - work.reach)
+    # Second passes begin when the first ones have ended, and precede the backward from unit to unit. Those that are not
+    # due there are in the time of their lane.
+    backward = max(backward, work.due * second - (forward - queue) + work.backward - work.reach)
     more = work.micro_batches - 1
     lanes = {
         "compute": work.micro_batches * (work.forward + work.backward) + work.gpu_update,

@@ -67,6 +67,7 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
     update_s = [unit.update / update + unit.matrices / rates.both_ways for unit in units]
     updated = [index for index, seconds in enumerate(update_s) if seconds]
     outer = [index for index in updated if plan.units[index].is_outer]
+    due = [index for index in updated if index not in placement.summed or micro_batches == 1]
     link = rates.both_ways if any(unit.again for unit in units) else rates.d2h
     states = sum(unit.read + unit.written for unit in units)
     inputs = trace.on_ssd_bytes * micro_batches
@@ -99,7 +100,8 @@ def work_of(plan: Plan, trace: StepTrace, rates: Rates, micro_batches: int, *, t
         inputs_up=trace.moved_bytes / rates.h2d,
         inputs_ssd=trace.on_ssd_bytes / ssd,
         lead=_through(trace.backward, backward, updated, first=True),
-        reach=_through(trace.backward, backward, updated, first=False),
+        reach=_through(trace.backward, backward, due, first=False),
+        due=seconds_of(due) / (seconds_of(updated) or 1.0),
         outer=seconds_of(outer),
         outer_last=seconds_of(_behind_blocks(trace.backward, plan, outer)) / (seconds_of(outer) or 1.0),
         outer_copies=bytes_of("down", outer) / link + bytes_of("up", outer) / rates.h2d,

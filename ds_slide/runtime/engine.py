@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
+from ds_slide.report.statistics import UPDATE
 from ds_slide.runtime.access import StateAccess
 from ds_slide.runtime.activations.activations import shape_of
 from ds_slide.runtime.core import running
@@ -292,9 +293,7 @@ class SlideRuntime:
         counts = self.parts.updating.speculating.begin_step(
             self.units, hypers, grad_scale, self.parts.gradients.grad_scale
         )
-        self.parts.updating.passes.begin_step(
-            backwards=max(1, self.accumulation.micro_batches), reach=self._reach_of_updates(), speculated=counts
-        )
+        self._choose_passes(speculated=counts)
         try:
             self._apply(hypers, grad_scale)
             for unit in self.parts.learning.fitted_units():
@@ -309,10 +308,20 @@ class SlideRuntime:
         self.parts.context.recorder.end_step(self.step_count)
         self.parts.spare.end_step()
 
-    def _reach_of_updates(self) -> float:
-        """Return the fraction of a backward that has passed at the last unit that the host updates."""
-        updated = (unit.order for unit in self.units if unit.is_uploaded and unit.trainable)
-        return 1 - min(updated, default=0) / len(self.units)
+    def _choose_passes(self, *, speculated: bool) -> None:
+        """Choose the passes of the updates that the step queues. With several micro-batches the next backward does not
+        wait for the second passes of units whose gradients the GPU adds up."""
+        updated = [unit for unit in self.units if unit.is_uploaded and unit.trainable]
+        backwards, latest = max(1, self.accumulation.micro_batches), self.parts.context.recorder.latest
+        due = [unit for unit in updated if backwards == 1 or unit.gradient.gpu_sum is None]
+        numel = sum(unit.codec.numel for unit in updated)
+        self.parts.updating.passes.begin_step(
+            backwards=backwards,
+            reach=1 - min((unit.order for unit in due), default=0) / len(self.units),
+            due=sum(unit.codec.numel for unit in due) / numel if numel else 1.0,
+            idle_s=0.0 if latest is None else latest.step_s - latest.lanes[UPDATE]["busy_s"],
+            speculated=speculated,
+        )
 
     def _apply(self, hypers: Sequence[Hyper], grad_scale: float) -> None:
         for unit in self.units:

@@ -86,11 +86,33 @@ def test_the_schedule_is_allowed_and_no_worse(work: Work, below_limit: bool) -> 
 
 
 @settings(deadline=None)
-@given(whole=seconds, left=seconds, reach=seconds)
-def test_two_passes_pay_where_they_take_less_than_one(whole: float, left: float, reach: float) -> None:
-    one, two = whole + left + reach, PASS_SHARE * whole + max(PASS_SHARE * whole, left + reach)
+@given(whole=seconds, left=seconds, reach=seconds, due=st.floats(0.0, 1.0))
+def test_two_passes_pay_where_they_take_less_than_one(whole: float, left: float, reach: float, due: float) -> None:
+    one, two = whole + left + reach, PASS_SHARE * whole + max(due * PASS_SHARE * whole, left + reach)
     if abs(one - two) > 1e-9:
-        assert Updates(whole, 0.0, left, reach).second_pass_pays == (two < one)
+        assert Updates(whole, 0.0, left, reach, due).second_pass_pays == (two < one)
+
+
+@settings(deadline=None)
+@given(
+    whole=st.floats(0.01, 1.0), left=seconds, reach=seconds, due=st.floats(0.0, 0.99), holding=seconds, computes=seconds
+)
+def test_second_passes_that_are_not_due_need_an_idle_lane(
+    whole: float, left: float, reach: float, due: float, holding: float, computes: float
+) -> None:
+    """Whatever the step is bound by, two passes that are chosen make it no longer than one, and the choice does not
+    depend on the passes that were measured."""
+    first = PASS_SHARE * whole
+    forward = {1: whole + left + reach, 2: first + max(due * first, left + reach)}
+    one = max(forward[1] + computes, whole + holding)
+    two = max(forward[2] + computes, 2 * first + holding)
+    measured_one = Updates.measured(whole, whole + left, reach, in_two=False)
+    measured_two = Updates.measured(2 * first, first + left, reach, in_two=True)
+    chosen = measured_one.beside(due, one - whole - holding, in_two=False).second_pass_pays
+    if chosen:
+        assert two <= one + 1e-9
+    if computes + left + reach >= holding + 2 * whole:  # the lane is idle for long, in either case
+        assert measured_two.beside(due, two - 2 * first - holding, in_two=True).second_pass_pays == chosen
 
 
 @settings(deadline=None)

@@ -124,10 +124,10 @@ class StreamWorker(_Lane):
 
 HOLDING = "gradient kept"
 """The name of a task that copies or adds a gradient to be held until the step."""
-Turn = Literal["next", "later", "spare"]
+Turn = Literal["next", "later", "last", "spare"]
 """The priority class of a task. "next" runs first, the unit that the next forward needs soonest before the others.
-"later" is for tasks that no forward waits for, in the order of backward. "spare" is for optional tasks, in the order of
-"next"."""
+"later" is for tasks that no forward waits for, in the order of backward, and "last" for those that only the last
+backward of a step waits for, in that order, too. "spare" is for optional tasks, in the order of "next"."""
 TURNS: tuple[Turn, ...] = get_args(Turn)
 
 
@@ -151,7 +151,7 @@ class UpdateTask:
 
     @property
     def urgency(self) -> Urgency:
-        return TURNS.index(self.turn), -self.order if self.turn == "later" else self.order, self.sequence
+        return TURNS.index(self.turn), -self.order if self.turn in ("later", "last") else self.order, self.sequence
 
 
 class UpdateWorker(_Lane):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -42,10 +43,19 @@ class Passes:
         if self._backward_began is None:
             self._backward_began = time.perf_counter()
 
-    def begin_step(self, *, backwards: int = 1, reach: float = 1.0, speculated: bool = False) -> None:
+    def begin_step(
+        self,
+        *,
+        backwards: int = 1,
+        reach: float = 1.0,
+        due: float = 1.0,
+        idle_s: float = math.inf,
+        speculated: bool = False,
+    ) -> None:
         """Choose the passes before the step queues its updates. `backwards`: their number since the step before.
-        `reach`: the part of a backward until the last unit that the host updates. `speculated`: some updates have been
-        done, whole, under backward."""
+        `reach`: the part of a backward until the last unit whose second pass the next backward waits for, and `due`:
+        the part of the updates that are of such units. `idle_s`: seconds of the latest step in which the update lane
+        had nothing to do. `speculated`: some updates have been done, whole, under backward."""
         with self._lock:
             taken, self._update_s = self._update_s, 0.0
         two = self._wanted == 2
@@ -53,6 +63,7 @@ class Passes:
             backward = mean_backward_s(time.perf_counter() - self._backward_began, backwards)
             forward = self._backward_began - self._step_ended
             updates = Updates.measured(taken, forward, reach * backward, in_two=self.two)
+            updates = updates.beside(due, idle_s, in_two=self.did_two)
             self.exceed_forward = updates.exceed_forward
             two |= self._wanted == "auto" and updates.two_passes_pay
         self.did_two, self.two = self.two, two and not speculated

@@ -14,6 +14,7 @@ from ds_slide.optim.rule import Hyper, Part
 from ds_slide.plan.step_model import Schedules
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
+from ds_slide.runtime.core.lanes import Turn
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.core.update import SquareSum, Update
 from ds_slide.runtime.updates.apply import HostUpdates, Updates, UpdateSpan, UpdateStep
@@ -62,11 +63,14 @@ class UnitUpdate:
         """Update span `index` once `ready` has passed. `reserved`: `UnitState.reserve` was called before."""
         lane, order = self.updating.lane, self.unit.order
 
-        # With two passes the lane gets both at once, and takes the states after all weights that are queued.
+        # With two passes the lane gets both at once, and takes the states after all weights that are queued. Where the
+        # GPU adds up gradients, nothing is written over the held one before the sum comes down in the last backward.
+        turn: Turn = "later" if self.unit.gradient.gpu_sum is None else "last"
+
         def submit(lease: SpanLease) -> None:
             lane.submit(order, ready, lambda: self._run(lease))
             if self.futures.two_passes:
-                lane.submit(order, ready, lambda: self._run_states(lease), "update of states", "later")
+                lane.submit(order, ready, lambda: self._run_states(lease), "update of states", turn)
 
         self.unit.state.lease(index, self.unit.spans[index], self.futures, submit, reserved=reserved)
 

@@ -35,6 +35,7 @@ from interrupting import Client, Interrupt, Model
 from moving import RandomSums, movable, promote, sum_on_gpu, summable
 from torch import nn
 
+from ds_slide.runtime.core.lanes import UpdateWorker
 from ds_slide.runtime.gradients import route
 from ds_slide.runtime.memory.tier_moves import RunningStates
 
@@ -228,16 +229,17 @@ EVENTS = [nothing, read_gradient, set_gradient, read_weights, drop_all, drop_a_b
 ACCUMULATION, ROUNDS = 3, 3
 
 
-def events_between(events: Sequence[Callable[[Any, list[Any]], None]], *, sums: bool) -> list[Any]:
+def events_between(
+    events: Sequence[Callable[[Any, list[Any]], None]], *, sums: bool, update_passes: int = 1
+) -> list[Any]:
     """What a script with these events sees, and the states that it leaves. The last two micro-batches of a step use
     only a half of the tokens."""
     seen: list[Any] = []
     data = [
         {key: each[:, : 8 + 8 * (number % 3)] for key, each in batch.items()} for number, batch in enumerate(batches(9))
     ]
-    with engine_for(
-        model := Model(), config({"blocks": ["blocks"], "debug": DELAYS}, accumulation=ACCUMULATION)
-    ) as engine:
+    slide = {"blocks": ["blocks"], "debug": DELAYS, "update_passes": update_passes}
+    with engine_for(model := Model(), config(slide, accumulation=ACCUMULATION)) as engine:
         runtime = engine.optimizer.runtime
         if sums:
             assert sum_on_gpu(runtime, *summable(runtime)) is not None
@@ -259,10 +261,49 @@ def test_an_event_sees_and_leaves_the_same(event: Callable[[Any, list[Any]], Non
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.sampled_from(EVENTS), min_size=9, max_size=9))
-def test_any_events_see_and_leave_the_same(events: list[Callable[[Any, list[Any]], None]]) -> None:
-    with_sums, without = events_between(events, sums=True), events_between(events, sums=False)
+@given(st.lists(st.sampled_from(EVENTS), min_size=9, max_size=9), st.sampled_from([1, 2]))
+def test_any_events_see_and_leave_the_same(events: list[Callable[[Any, list[Any]], None]], passes: int) -> None:
+    with_sums = events_between(events, sums=True, update_passes=passes)
+    without = events_between(events, sums=False)
     assert len(with_sums) == len(without) and all(map(same_bits, with_sums, without))
+
+
+def test_only_the_last_backward_waits_for_second_passes_of_units_with_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have not begun when it begins: all forwards and backwards before have come to their end without them."""
+    data, held_back, submit = batches(9), list[Any](), UpdateWorker.submit
+
+    def hold_back(
+        lane: UpdateWorker, order: int, ready: Any, run: Any, what: str = "update", turn: Any = "next"
+    ) -> None:
+        task = functools.partial(submit, lane, order, ready, run, what, turn)
+        held_back.append(task) if turn == "last" else task()
+
+    def go_on() -> None:
+        while held_back:
+            held_back.pop(0)()
+
+    def run(*, sums: bool, update_passes: int) -> Result:
+        with engine_for(model := llama(), config({"update_passes": update_passes}, accumulation=3)) as engine:
+            runtime = engine.optimizer.runtime
+            with_sums = summable(runtime)[1:] if sums else []
+            assert sum_on_gpu(runtime, *with_sums) is not None or not sums
+            spans = sum(len(runtime.units[order].spans) for order in with_sums)
+
+            def loss_of(engine: Any, batch: Any) -> torch.Tensor:
+                loss = causal_loss(engine, batch)
+                if engine.is_gradient_accumulation_boundary():
+                    assert len(held_back) == (spans if engine.global_steps else 0)
+                    go_on()
+                return loss
+
+            result = train(engine, data, loss_of)
+            go_on()
+            result.states = states_of(model)
+        return result
+
+    expected = run(sums=False, update_passes=1)
+    monkeypatch.setattr(UpdateWorker, "submit", hold_back)
+    assert differences(run(sums=True, update_passes=2), expected) == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -163,6 +163,22 @@ def test_the_forward_that_is_measured_is_that_of_the_model(monkeypatch: pytest.M
     assert len(forwards) == 2 and 0.05 <= min(forwards) and backwards == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("found", "two"),
+    [
+        ({"due": 0.5, "idle_s": 1.0}, True),
+        ({"due": 0.5, "idle_s": 0.4}, False),  # too busy for the other half of the second passes
+        ({"due": 0.9, "idle_s": 1.0}, False),
+        ({"due": 0.0, "idle_s": 1.0}, True),
+    ],
+)
+def test_second_passes_that_no_backward_waits_for_need_an_idle_lane(
+    step_of: Callable[..., bool], found: dict[str, float], two: bool
+) -> None:
+    of = Passes("auto")
+    assert [step_of(of, 0.6, 0.45, 0.6, backwards=4, **found) for _ in range(2)] == [False, two]
+
+
 @pytest.mark.parametrize("wanted", [1, 2])
 def test_a_number_that_was_asked_for_stays(step_of: Callable[..., bool], wanted: Any) -> None:
     of = Passes(wanted)
