@@ -103,23 +103,29 @@ class Offer:
 
 def share_out(offer: Offer) -> Choice:
     """Return the choice for an offer. States move where that makes the step shorter by more than its noise. More states
-    then fill the room beyond the reserve, as long as the step becomes no longer than `Tolerances.slowdown` allows. The
-    activations in the choice are a prediction: each forward decides by the memory that is left in the end."""
+    then fill the room beyond the reserve, and after them more sums, as long as the step becomes no longer than
+    `Tolerances.slowdown` allows. The activations in the choice are a prediction: each forward decides by the memory
+    that is left in the end."""
     without, best = choose(offer.without_moves()), choose(offer)
     if best.seconds > (1 - TOLERANCES.least_gain) * without.seconds:
         best = without
     slots = replace(offer.slots, count=max(best.slots, offer.slots.count))
     taken = best.filling.nbytes + (slots.count - offer.slots.count) * slots.nbytes
-    sums = [each for each in offer.sums if each.order in best.sums]
-    filled = best
-    for moved in _moves(offer)[len(best.states) + 1 :]:
-        summed = _sums(sums, moved)[-1]
-        count = _slots_beside(moved, slots, offer.room - offer.reserve - taken - summed.nbytes)
-        if count is None:
+    chosen = [each for each in offer.sums if each.order in best.sums]
+    longest, filled = (1 + TOLERANCES.slowdown) * best.seconds, best
+    for moved in _moves(offer)[len(best.states) :]:
+        sums = _sums(offer.sums, moved)
+        least = _sums(chosen, moved)[-1]
+        count = _slots_beside(moved, slots, offer.room - offer.reserve - taken - least.nbytes)
+        if count is None or (moved.orders == best.states and count < best.slots):
             continue
-        found = _choice(offer, moved, best.filling, count, summed)
-        if found.seconds <= (1 + TOLERANCES.slowdown) * best.seconds:
-            filled = found
+        left = offer.room - offer.reserve - taken - moved.nbytes - (count - slots.count) * slots.nbytes
+        # The host's additions are less well hidden than predicted where they take as long as the backwards.
+        fitting = [each for each in sums if least.nbytes <= each.nbytes <= left]
+        for summed in (least, *fitting[-1:]):
+            found = _choice(offer, moved, best.filling, count, summed)
+            if found.seconds <= longest:
+                filled = found
     return filled
 
 
@@ -228,16 +234,25 @@ def _completed(
     def most(each: _Sums) -> int:
         return slots.most(left - each.nbytes, moved.streamed, choice.slots)
 
-    def seconds(each: _Sums, count: int) -> float:
-        """Return the seconds of the step, with additions for which the GPU takes no time."""
-        return _choice(offer, moved, choice.filling, count, replace(each, added=0.0)).seconds
+    def seconds(step: Step, each: _Sums, count: int) -> float:
+        """Return the seconds of `step` then, with additions for which the GPU takes no time."""
+        return _choice(replace(offer, step=step), moved, choice.filling, count, replace(each, added=0.0)).seconds
 
-    if seconds(every, most(_NO_SUMS)) > least:  # with all slots and all sums that would fit alone
+    if seconds(offer.step, every, most(_NO_SUMS)) > least:  # with all slots and all sums that would fit alone
         return []
-    # The more sums, the fewer slots. With too few sums the host's additions and copies take longest; from `enough` on
-    # something else does, and more sums would only take the place of slots.
-    enough = bisect_left(fitting, True, key=lambda each: seconds(each, most(each)) <= seconds(every, most(each)))
-    divided = [fitting[place] for place in sorted({0, max(0, enough - 1), enough})]
+
+    def enough(step: Step) -> int:
+        """Return the place of the fewest sums with which something else takes longest in `step`."""
+        return bisect_left(
+            fitting, True, key=lambda each: seconds(step, each, most(each)) <= seconds(step, every, most(each))
+        )
+
+    # The more sums, the fewer slots. With too few sums the host's additions and copies take longest, or second passes
+    # that a backward waits for. More sums than enough would only take the place of slots.
+    one = [replace(offer.step, two=False)] if offer.step.two else []
+    found = {enough(step) for step in [offer.step, *one]}
+    places = {0} | found | {max(0, place - 1) for place in found}
+    divided = [fitting[place] for place in sorted(places)]
     return [(_grown(offer, moved, choice, most(each), each), each) for each in divided]
 
 

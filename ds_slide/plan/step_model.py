@@ -27,10 +27,13 @@ BACKWARD_SHARE = 2 / 3
 
 
 class Schedules(NamedTuple):
-    """`measured`: the schedule of the latest step. `coming`: the schedule of the updates that it has queued."""
+    """`measured`: the schedule of the latest step. `coming`: the schedule of the updates that it has queued. `two`,
+    `due`: of a `Step`."""
 
     measured: Schedule
     coming: Schedule
+    two: bool = False
+    due: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Step:
     down_s: float = 0.0
     """Seconds of the copies of gradients to the host."""
     micro_batches: int = 1
+    two: bool = False
+    """Deferred updates may be done in two passes."""
+    due: float = 1.0
+    """The part of the updates whose second pass the next backward waits for (`Updates.due`)."""
     why: str = ""
     """Why the schedule is this one, as a clause."""
     forward_s: float = 0.0
@@ -140,7 +147,7 @@ class Step:
         if disk > self.queue_s:
             gone = max(waited, disk) * off_disk
         else:
-            gone = max(waited, self.queue_s) * change.moved_share
+            gone = max(waited, self.queue_s) * self._gone_share(change)
         if self.micro_batches == 1 and fetching > disk and fetching == self.busiest_s:
             gone = max(gone, fetching * (1.0 - change.fetches))
         return max(
@@ -149,6 +156,25 @@ class Step:
             fetching * change.fetches,
             disk * (1.0 - off_disk),
         )
+
+    def _gone_share(self, change: Change) -> float:
+        """Return the part of the queue that goes with `change`. With several micro-batches, sums on the GPU may make
+        room for second passes, and then the queue is as long as the first ones."""
+        if not self.two or self.micro_batches == 1:
+            return change.moved_share
+        now, then = self._queue_of(Change()), self._queue_of(change)
+        return 1.0 - then / now if now else 0.0
+
+    def _queue_of(self, change: Change) -> float:
+        """Return the seconds of the queue after `change`, with the passes that the engine would choose."""
+        staying = 1.0 - change.moved_share
+        whole = staying * self.queue_s / (PASS_SHARE if self.schedule == "two passes" else 1.0)
+        due = self.due * max(0.0, staying - change.summed_share) / staying if staying else 0.0
+        backward = BACKWARD_SHARE * self.lanes["compute"] / self.micro_batches
+        idle = self._of_phases(change) - self.holding_s * max(0.0, staying - change.summed_share)
+        in_two = Updates(whole, 0.0, 0.0, backward, due, idle)
+        first = PASS_SHARE * whole
+        return first + max(0.0, due * first - backward) if in_two.second_pass_pays else whole
 
     def _of_phases(self, change: Change) -> float:
         """Return the seconds of all forwards and all backwards after `change`. With several micro-batches each half of
@@ -409,6 +435,8 @@ def step_of(work: Work, schedule: Schedule, why: str = "") -> Step:
         inputs_share=work.inputs_share,
         down_s=work.down + more * down,
         micro_batches=work.micro_batches,
+        two=work.two,
+        due=work.due,
         why=why,
         forward_s=forward,
         backward_s=backward,

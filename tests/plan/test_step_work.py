@@ -195,8 +195,25 @@ def test_sums_on_the_gpu_go_down_once() -> None:
     assert every.holding_s == 0.0 and every.lanes["update"] == pytest.approx(0.30)
     assert some.holding_s == pytest.approx(none.holding_s * (BLOCKS - 2) / (BLOCKS + 1))
     share = 3 / (BLOCKS + 1)
-    expected = none.after(Change(summed_share=share, down_share=0.75 * share))
+    expected = replace(none, two=False).after(Change(summed_share=share, down_share=0.75 * share))
     assert some.step_s == pytest.approx(expected, rel=0.05) and every.step_s < some.step_s < none.step_s
+
+
+@pytest.mark.parametrize("summed", [0, 3, 7, BLOCKS + 1])
+def test_sums_on_the_gpu_make_room_for_second_passes(summed: int) -> None:
+    """Updates of 0.45 s beside backwards of 0.16 s, in a step of four micro-batches: a change that adds up gradients on
+    the GPU is predicted with the passes that the engine then chooses."""
+    slow, work = rates(update=UPDATE_GB / 0.45), trace(0.01, 0.02)
+
+    def with_sums(count: int) -> Step:
+        made = plan(placement=Placement(window=BLOCKS, summed=frozenset(range(BLOCKS, BLOCKS - count, -1))))
+        return step(made, work, slow, micro_batches=4)
+
+    none, some = with_sums(0), with_sums(summed)
+    assert none.schedule == "deferred" and some.schedule == ("two passes" if summed else "deferred")
+    share = summed / (BLOCKS + 1)
+    predicted = none.after(Change(summed_share=share, down_share=0.75 * share))
+    assert predicted == pytest.approx(some.step_s, rel=0.05)
 
 
 def test_gradients_of_later_micro_batches_are_added_up_under_their_backwards() -> None:

@@ -22,7 +22,7 @@ import torch
 
 from ds_slide.plan.sharing import MEMORY_RATE, Offer, for_states, share_out
 from ds_slide.plan.spare import NO_SLOTS, Handling, Shape, given_back
-from ds_slide.plan.step_model import Change, Schedule, Step
+from ds_slide.plan.step_model import Change, Schedules, Step
 from ds_slide.report.log import log, size
 from ds_slide.report.statistics import UPDATE, StepStatistics
 from ds_slide.runtime.activations.activations import Activations, shape_of
@@ -249,7 +249,7 @@ class SpareMemory:
         room, reserve = for_states(room, self.need.nbytes, tied=self._is_tied, varying=len(self._shapes) > 1)
         inputs = 2 * forwards * self.activations.statistics.get("moved_to_ssd_bytes", 0)
         kept_s = self.activations.kept_seconds
-        step = _measured(latest, self._updating.schedules().measured, inputs, forwards).recomputing(kept_s)
+        step = _measured(latest, self._updating.schedules(), inputs, forwards).recomputing(kept_s)
         seconds = step.after(Change(kept_s))
         if (on_gpu := self.activations.seconds_on_gpu) is not None:
             step = step.computing(on_gpu)
@@ -310,7 +310,7 @@ def _stay(missing: float, states: States) -> _Stay:
     return _Stay(left[0] - gone, left[1] - dropped, len(gone), len(dropped), short)
 
 
-def _measured(step: StepStatistics, schedule: Schedule, inputs: int, forwards: int) -> Step:
+def _measured(step: StepStatistics, schedules: Schedules, inputs: int, forwards: int) -> Step:
     """Return a step of `forwards` forwards that was measured. `inputs`: bytes of inputs of blocks that the disk has
     written and read."""
     busy = {lane: float(totals["busy_s"]) for lane, totals in step.lanes.items()}
@@ -318,11 +318,13 @@ def _measured(step: StepStatistics, schedule: Schedule, inputs: int, forwards: i
     holding = float(step.lanes.get(UPDATE, {}).get("holding_s", 0.0))
     share = min(1.0, inputs / on_ssd) if on_ssd else 0.0
     return Step(
-        schedule,
+        schedules.measured,
         step.step_s,
         busy,
         holding_s=holding,
         inputs_share=share,
         down_s=busy.get("d2h", 0.0),
         micro_batches=max(1, forwards),
+        two=schedules.two,
+        due=schedules.due,
     )

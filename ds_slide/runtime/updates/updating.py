@@ -120,7 +120,8 @@ class Updating:
         self.lane = context.lanes.update
         self._failures = context.failures
         self.host = _updates(context)
-        self.passes = Passes(settings.slide.update_passes)
+        in_parts = settings.rule is not None and settings.rule.two_passes
+        self.passes = Passes(settings.slide.update_passes if in_parts else 1)
         self.speculating = Speculating(context, self.host, self.passes)
 
     def orthogonalize(self, units: Sequence[Unit], hypers: Sequence[Hyper], grad_scale: float) -> None:
@@ -143,7 +144,10 @@ class Updating:
         if not self.deferred:
             return Schedules("under backward", "under backward")
         return Schedules(
-            measured="two passes" if passes.did_two else "deferred", coming="two passes" if passes.two else "deferred"
+            measured="two passes" if passes.did_two else "deferred",
+            coming="two passes" if passes.two else "deferred",
+            two=passes.may_be_two,
+            due=passes.due,
         )
 
     def queue(self, unit: Unit, hypers: Sequence[Hyper], grad_scale: float, held: Held) -> None:
