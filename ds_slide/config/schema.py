@@ -253,7 +253,8 @@ class SlideConfig(_Block):
     gpu_memory: Budget = Field(default=None, description=f"{SIZE_HELP}, above 0, or null for what is free")
     """Limit of what DS-Slide itself places on the GPU.
 
-    It includes the activations that DS-Slide keeps. null: what is free.
+    It includes the activations that DS-Slide keeps. null: what is free. The whole process is limited by
+    `torch.cuda.set_per_process_memory_fraction`, within which DS-Slide plans.
     """
 
     host_memory: StateBudget = Field(default=None, description=f"{SIZE_HELP}, 0, or null for what is free")

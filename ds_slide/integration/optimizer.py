@@ -233,7 +233,7 @@ class SlideZeroOptimizer(StateMethods, ParameterGroups, DeepSpeedZeroOptimizer_S
     def finalize_gradient_accumulation_boundary(self) -> None:
         """End the accumulation, under `managed_gradient_accumulation: false`, at the step: there will be no further
         backward."""
-        self.runtime.interruptions.require_gradients()
+        self.runtime.interruptions.require_step()
         self.set_gradient_accumulation_boundary(True)
         self.runtime.end_backward()
 
@@ -244,7 +244,7 @@ class SlideZeroOptimizer(StateMethods, ParameterGroups, DeepSpeedZeroOptimizer_S
         if closure is not None:
             raise SlideError("step(closure) is not supported with ZeRO stage 3; call step() without arguments")
         with AS_THEY_ARE():
-            self.runtime.interruptions.require_gradients()
+            self.runtime.interruptions.require_step()
             self._norm_watch.check(wait=False)
             self.newcomers.require_no_gradient()
             self.protocol.release()  # parameters of forwards without a backward

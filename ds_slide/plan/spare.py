@@ -55,7 +55,8 @@ GPU_SHARES = GpuShares()
 
 
 class Handling(Enum):
-    """What becomes of a block's saved tensors between its forward and its backward."""
+    """What becomes of a block's saved tensors between its forward and its backward. These are the names in statistics;
+    `Activations` decides without them, from `Kept` and the blocks whose inputs move."""
 
     KEEP = "keep"
     """They stay on the GPU."""

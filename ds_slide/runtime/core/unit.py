@@ -75,7 +75,8 @@ class Uses:
     resets: int = 0
     """How often the counts were reset: graphs from before a reset no longer count."""
     left_out: int = 0
-    """The number of backwards that gave no parameter of the model a gradient."""
+    """The number of backwards that gave no parameter of the model a gradient. None of them has ended a use
+    (`UseToken`)."""
     in_backward: bool = False
     computing: int = 0
     """The number of forwards under way."""
@@ -109,7 +110,10 @@ class GradientStatus:
     arrived: Future
     """Completed when the gradient that was taken last is at its destination."""
     finalized: bool = False
-    """Whether this backward's gradient has left the parameters."""
+    """Whether this backward's gradient has left the parameters, or is announced to the other ranks. It is set when the
+    unit's last use has ended, and reset for all units when the backward has ended, however it has
+    (`Taking.finalize_rest`, `Interruptions`). `take_left_gradient` and `take_agreed` do not count: what they take is
+    another backward's."""
     taken: list[torch.Tensor | None] | None = None
     """Gradients to average that are not, or no longer, the gradients of the parameters."""
     staging: PackedGradient | None = None
@@ -137,7 +141,7 @@ class Unit:
     * the compute thread (forward: the caller's; backward: autograd's) owns `uses`, `gradient` and the binding of the
       parameters to GPU memory;
     * the held gradient (`state.gradient`) belongs to the d2h lane, and to the update lane for the tasks that the d2h
-      lane submits, from `finalize` until `gradient.arrived` is complete. Then it belongs to the update lane until
+      lane submits, from `Gradients.send` until `gradient.arrived` is complete. Then it belongs to the update lane until
       `completed` is complete, and to the compute thread otherwise;
     * the other state buffers of `state` belong to the update lane from the moment `updated` and `completed` are
       replaced by open futures until these are complete: the weights and their low halves until `updated`, the states of

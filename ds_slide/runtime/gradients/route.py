@@ -49,8 +49,10 @@ class _Arrival:
     source: GradientSource
     packed_at: Marker
     arrived: Future
-    before: tuple[Future, Future]
-    """The unit's earlier gradient has arrived; and its latest update has been completed."""
+    earlier_arrived: Future
+    """The unit's gradient before this one has arrived."""
+    latest_completed: Future
+    """The unit's latest update has been completed: it may still be reading the held gradient."""
     first: bool
     """Whether it is the first gradient of an accumulation."""
     final: bool
@@ -60,6 +62,11 @@ class _Arrival:
     """Of this gradient. The unit's own attribute may belong to a later gradient when the lanes come to this one."""
     speculation: Speculation | None
     """The update that may begin when it is held."""
+
+    def await_buffer(self) -> None:
+        """Wait until the held gradient's buffer may be written. On the d2h lane."""
+        self.earlier_arrived.wait()
+        self.latest_completed.wait()
 
 
 @dataclass
@@ -81,7 +88,7 @@ class _InRing:
 
 
 class Gradients:
-    """Moves gradients. `finalize` is called by the compute thread, once per unit and backward."""
+    """Moves gradients. The compute thread calls `send` when a gradient of a unit is complete."""
 
     def __init__(
         self,
@@ -110,7 +117,7 @@ class Gradients:
         self.grad_scale = 1.0
         """The factor of speculative updates: the step's if nothing is clipped. Direct updates have none."""
         self.sums = torch.zeros(3, num_units, dtype=torch.float64, device=context.device.torch)
-        """Square sums by `Unit.order`. First row: this rank's part of every unit's gradient; `Unit.square_sum` says
+        """Square sums by `Unit.order`. First row: this rank's part of every unit's gradient; `SquareSum.place` says
         which entries count. Written on the collectives stream where there are several ranks. Other rows, for units
         whose gradients are compressed: this rank's own gradients before and after compression, of all micro-batches of
         a step added up. Written on the compute stream."""
@@ -257,12 +264,12 @@ class Gradients:
             source.release(self._device.mark())
             raise
         try:
-            before = unit.gradient.arrived, unit.completed
+            earlier, latest = unit.gradient.arrived, unit.completed
             unit.gradient.arrived = Future(self._failures, f"the gradient of {unit.name} in host memory")
             first = not unit.gradient.has_sum
             arrived, held_sum = unit.gradient.arrived, unit.gradient.square_sum
             ahead = self._updating.speculating.of(unit)
-            arrival = _Arrival(unit, source, packed, arrived, before, first, final, adds, held_sum, ahead)
+            arrival = _Arrival(unit, source, packed, arrived, earlier, latest, first, final, adds, held_sum, ahead)
             if held is None:
                 self._submit_update(arrival)
             else:
@@ -296,8 +303,7 @@ class Gradients:
     # The ways of a gradient down. Each runs on the d2h lane.
 
     def _hold(self, arrival: _Arrival, held: Held) -> None:
-        for future in arrival.before:  # the last step's update may still be reading the held gradient
-            future.wait()
+        arrival.await_buffer()
 
         def store(_: slice, buffer: torch.Tensor) -> int:  # called once: a ring buffer takes a whole gradient here
             held.store(buffer)
@@ -312,8 +318,8 @@ class Gradients:
 
     def _add_on_arrival(self, arrival: _Arrival, held: Held) -> None:
         # Here, not on the update lane: the last step's update may not have come to that lane yet, from the SSD.
-        for future in arrival.before if arrival.first else ():
-            future.wait()
+        if arrival.first:
+            arrival.await_buffer()
 
         def add(piece: slice, buffer: torch.Tensor) -> int:
             return self._accumulate(arrival, held, piece, buffer[: piece.stop - piece.start])
@@ -423,8 +429,8 @@ class Gradients:
     def _accumulate(self, arrival: _Arrival, held: Held, piece: slice, gradient: torch.Tensor) -> int:
         """Add the elements `piece` of a gradient to the held gradient; pieces come in order."""
         if arrival.first:
-            for future in arrival.before:
-                future.synchronize()
+            arrival.earlier_arrived.synchronize()
+            arrival.latest_completed.synchronize()
         with held.sum(first=arrival.first and not piece.start) as total:
             self._updater.accumulate_(total[piece], gradient)
         if arrival.final and piece.stop == total.numel():

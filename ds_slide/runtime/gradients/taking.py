@@ -116,17 +116,18 @@ class Taking:
             self._resident_weights.bind_if_fetched(unit)
         if final:
             self._learning.look(unit, self._accumulation.steps)
-        backward, before = self._accumulation.backward, (unit.gradient.arrived, unit.updated)
+        # `send` makes a new `arrived` when it takes the gradient, and a new `updated` when it begins the update. If it
+        # fails before, as where packing finds no memory, the futures are the same: nothing was taken.
+        backward, arrived, updated = self._accumulation.backward, unit.gradient.arrived, unit.updated
         # A unit without gradients is taken for zero, which makes no mixture as long as it is only held.
         counts = source is not None or unit.has_gradient
         try:
             self._gradients.send(unit, final=final, source=source)
         finally:
             if self.deferred:
-                # `arrived` is the same where packing has failed, since memory may have been short.
-                backward.has_taken |= counts and unit.gradient.arrived is not before[0]
+                backward.has_taken |= counts and unit.gradient.arrived is not arrived
             else:
-                backward.has_taken |= unit.updated is not before[1]
+                backward.has_taken |= unit.updated is not updated
         if self._parts.window is not None and unit.is_streamed and not self.deferred:
             self._parts.window.prefetch(unit, "backward")
 

@@ -121,7 +121,8 @@ class Accumulation:
         self.phase, self.mixed_by = Phase.MIXED, what
 
     def _lose(self, phase: Phase) -> None:
-        if self.phase is not Phase.MIXED:
+        # A second exception mends nothing: what was lost before stays lost.
+        if not self.is_spoiled:
             self.phase = phase
 
     @property

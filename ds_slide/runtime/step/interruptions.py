@@ -115,8 +115,8 @@ class Interruptions:
         except SlideError as error:
             raise SlideError(f"{what} is refused: {error}") from None
 
-    def require_gradients(self) -> None:
-        """Raise SlideError where the last backward has ended with an exception: a step has nothing to apply."""
+    def require_step(self) -> None:
+        """Raise SlideError where a step cannot follow, because a backward or a step has ended with an exception."""
         self.notice()
         self._failures.raise_first()
         self._accumulation.require(Event.STEP)

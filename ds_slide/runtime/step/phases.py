@@ -7,13 +7,17 @@ LOST_BACKWARD   the last backward ended with an exception, and nothing of it was
 LOST_SUM        ... when parts of it had been added to the gradients of earlier backwards
 MIXED           ... when some blocks had been updated and others had not
 
-a backward ends             EMPTY, HELD, LOST_BACKWARD -> HELD or UPDATED
+a backward ends             EMPTY, HELD, LOST_BACKWARD -> HELD or UPDATED; LOST_SUM and MIXED stay
 a step                      EMPTY, HELD, UPDATED -> EMPTY
-`zero_grad()`               EMPTY, HELD, LOST_BACKWARD, LOST_SUM -> EMPTY; UPDATED refuses to drop gradients
-an exception in a backward  EMPTY -> LOST_BACKWARD; HELD -> LOST_BACKWARD or LOST_SUM;
-                            updates not deferred -> MIXED
+gradients are dropped       (`zero_grad`, an overflow) EMPTY, HELD, LOST_BACKWARD, LOST_SUM -> EMPTY
+an exception in a backward  that had taken no gradient: EMPTY, HELD -> LOST_BACKWARD; UPDATED stays
+  updates deferred          that had: -> LOST_SUM where the sum has earlier backwards, otherwise LOST_BACKWARD
+  updates not deferred      that had: -> MIXED
 an exception in a step      -> MIXED
-a checkpoint is loaded      all -> EMPTY
+states are loaded           (a checkpoint) -> EMPTY
+
+Only dropped gradients or loaded states end LOST_SUM, and only loaded states end MIXED. `engine.zero_grad()` keeps a
+sound sum while an accumulation is under way (`drop_all` in `ds_slide.integration.engine_methods`).
 """
 
 from __future__ import annotations
@@ -91,7 +95,11 @@ REFUSED: dict[tuple[Phase, Event], str] = {
     (Phase.UPDATED, Event.BLOCK_BACKWARD): _SECOND_BACKWARD,
     (Phase.UPDATED, Event.DISCARD): f"the gradients cannot be discarded: their updates are under way; {DEFER_HINT}",
 }
-"""The error messages. Any other pair is allowed. `{what}`: the call that has ended with an exception."""
+"""The error messages. The phase allows any other pair. `{what}`: the call that has ended with an exception.
+
+In UPDATED two allowed events are refused for units whose update is under way. `ZERO_GRAD` drops the gradients of all
+units, which is a `DISCARD`, or of some (`StateAccess.drop_gradients`). `READ`, like loading a checkpoint, asks
+`require_no_update` (`ds_slide.checkpoint.state_buffers`)."""
 
 
 def require(phase: Phase, event: Event, *, what: str = "") -> None:

@@ -28,27 +28,31 @@ class UseEvents(Protocol):
 
 class UseToken:
     """One use of a unit in a graph. A graph that is dropped without a backward takes its use back. Otherwise the unit
-    would wait for it, and keep its gradients on the GPU until backward has ended."""
+    would wait for it, and keep its gradients on the GPU until backward has ended.
 
-    __slots__ = ("_counting", "_fired", "unit")
+    A backward that gives no parameter a gradient ends no use. This is known when it is over, and its tokens have fired.
+    A token notes the count of such backwards (`Uses.left_out`) when it fires. The end of such a backward raises the
+    count, which opens the token again. `Uses.resets` closes the tokens of all graphs from before a reset."""
+
+    __slots__ = ("_counting", "_fired_at", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._counting = unit.uses.resets
-        self._fired = -1
+        self._fired_at = -1  # never
 
     @property
     def is_open(self) -> bool:
-        return self._fired != self.unit.uses.left_out and self._counting == self.unit.uses.resets
+        return self._fired_at != self.unit.uses.left_out and self._counting == self.unit.uses.resets
 
     def fire(self, events: UseEvents) -> None:
         # A backward with create_graph does not end the use: the backward that follows does.
-        self._fired = -1 if torch.is_grad_enabled() else self.unit.uses.left_out
+        self._fired_at = -1 if torch.is_grad_enabled() else self.unit.uses.left_out
         events.leave_backward(self.unit)
 
     def __del__(self) -> None:
         # torch.compile makes an object without its constructor. Mostly a backward has fired the token.
-        if hasattr(self, "_fired") and self._fired != (uses := self.unit.uses).left_out and self.is_open:
+        if hasattr(self, "_fired_at") and self._fired_at != (uses := self.unit.uses).left_out and self.is_open:
             uses.begun = max(0, uses.begun - 1)
 
 

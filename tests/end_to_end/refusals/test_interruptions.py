@@ -142,6 +142,30 @@ def test_a_step_with_a_spoilt_sum_is_refused() -> None:
         assert engine.global_steps == 1
 
 
+def test_a_second_exception_leaves_a_spoilt_sum_refused() -> None:
+    """Of a backward that begins at the result of a block, whose forward of the model has failed: it takes nothing."""
+    config, data = ds_config({"window": 2}, accumulation=2), batches(2)
+    with as_if_undisturbed(config, data) as client:
+        engine, trap, results = client.engine, client.model.trap, []
+        client.train(batches(1, seed=5))
+        trap.set("forward of block 1")
+        with client.model.blocks[0].register_forward_hook(lambda *given: results.append(given[-1])):
+            with pytest.raises(Failure):
+                engine(**batches(1, seed=6)[0])
+        client.fail(batches(1, seed=7)[0], "backward of block 1")
+        with torch.no_grad():
+            engine(**data[0])
+        trap.set("backward of block 0")
+        with pytest.raises(Failure):
+            results.pop().float().sum().backward()
+        with pytest.raises(SlideError, match=REFUSED):
+            engine(**data[0])
+        engine.zero_grad()
+        client.losses.clear()
+        client.train(data)
+        assert engine.global_steps == 1
+
+
 def test_zero_grad_before_every_micro_batch_has_no_effect_as_on_stock() -> None:
     """Where no exception has spoilt the sum. `engine.optimizer.zero_grad()` drops one, as on stock."""
     config, data = ds_config({"window": 2}, accumulation=3), batches(6)
