@@ -187,7 +187,9 @@ class SlideRuntime:
 
     def enter_backward(self, unit: Unit) -> Slot | None:
         """Bind the unit's weights until `leave_backward`."""
-        self.parts.updating.passes.begin_backward()  # here: DeepSpeed may announce a backward before the forward
+        # Not in `begin_backward`, which DeepSpeed may call before the forward has run: the time of a forward ends where
+        # the first block's backward begins.
+        self.parts.updating.passes.begin_backward()
         self.accumulation.require(Event.BLOCK_BACKWARD)
         self.interruptions.begin_backward_of_block()
         if not torch.is_grad_enabled():  # not inside of a recomputation

@@ -8,8 +8,8 @@ already, it has next to nothing left to do: spare state buffers become the block
 Otherwise the step takes the speculative update back first.
 So no rank has to know the speculative updates of another one, and neither choice changes a bit.
 
-Any other use that comes first (a reader of a state, a second backward, `zero_grad`, the end of the engine) has the
-update taken back, and finds the old bits.
+Any other use that comes first (a forward, a reader of a state, a second backward, `zero_grad`, the end of the engine)
+has the update taken back, and finds the old bits.
 """
 
 from __future__ import annotations
