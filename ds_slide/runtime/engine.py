@@ -370,6 +370,8 @@ class SlideRuntime:
         unit.mark_changed()
         if unit.is_gathered:
             self.resident_weights.gather(unit)
+        else:
+            self.resident_weights.bind_where_replaced(unit)
 
     def close(self) -> None:
         """Run the queued work, end the threads, remove the hooks. Harmless when called twice."""

@@ -185,12 +185,11 @@ class BlockHooks:
         with host.own(_direction(), self._unit.order, begins=True):
             return self._begin(args, kwargs)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if (host := self._recorder.host) is None:
-            self._end(output)
-            return
+            return self._end(output)
         with host.own(what := _direction(), self._unit.order, ends=what == "forward"):
-            self._end(output)
+            return self._end(output)
 
     def _reach_output(self, token: UseToken | None, _gradient: Any) -> None:
         if (host := self._recorder.host) is None:
@@ -277,12 +276,13 @@ class BlockHooks:
         rest = iter(through)
         return mapped(lambda leaf: next(rest) if differentiable(leaf) else leaf, (args, kwargs))
 
-    def _end(self, output: Any) -> None:
+    def _end(self, output: Any) -> Any:
+        """End the call and return its output, which outlives the block's time in its slot."""
         if self._open is not None:
             self.close_left_open()
         unit, forward = self._unit, self._forward
         if forward is None:  # another hook has raised before `_before`
-            return
+            return None
         self._forward = None
         unit.uses.computing = max(0, unit.uses.computing - 1)
         passed, given = forward.passed, forward.given
@@ -291,11 +291,14 @@ class BlockHooks:
         if passed is not None:
             known = passed.inputs
             passed.hand_back()
+        if unit.is_streamed:
+            output = self._saved.copied(output)
         if forward.call is Call.FORWARD:
             self._events.leave_forward(unit)
         elif forward.call is Call.SAVED_TENSORS or passed is not None:
-            return  # the block's backward has begun, and its boundary will end it
+            return output  # the block's backward has begun, and its boundary will end it
         _on_first_gradient(output, functools.partial(self._reach_output, forward.token), given, known)
+        return output
 
     def _enter_backward(self, token: UseToken | None) -> None:
         """Begin the backward. `token`: the token of a use that ends with the block's last gradient."""

@@ -16,6 +16,7 @@ import torch
 
 from ds_slide.compression.codec import Masters, SegmentStep
 from ds_slide.runtime.core.calls import RootState, in_backward
+from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.core.device import Marker
 from ds_slide.runtime.core.futures import Future, wait_on_stream
 from ds_slide.runtime.core.lanes import StreamWorker
@@ -88,6 +89,16 @@ class ResidentWeights:
         self._fetched[unit.order] = Future.completed(
             self._parts.context.failures, gathered, f"the gathered weights of {unit.name}"
         )
+
+    def bind_where_replaced(self, unit: Unit) -> None:
+        """Bind a unit again after an update on the GPU, if its parameters are on other memory: `module.to` in a forward
+        makes a copy, which the update has not changed."""
+        assert unit.resident is not None
+        own = unit.resident.untyped_storage().data_ptr()
+        with AS_THEY_ARE():
+            replaced = any(parameter.untyped_storage().data_ptr() != own for parameter in unit.parameters)
+        if replaced:
+            self.bind(unit)
 
     def fetch_updated(self) -> None:
         """Upload what updates on the host have written. The copies run after all work already on the compute stream."""

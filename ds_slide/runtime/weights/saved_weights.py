@@ -29,7 +29,7 @@ from torch import nn
 
 from ds_slide.model.subclasses import Recipe
 from ds_slide.report.host import HostTrace
-from ds_slide.runtime.core.calls import in_backward
+from ds_slide.runtime.core.calls import add_tensors, in_backward, mapped, unwrapped
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.weights.window import Slot
 
@@ -152,10 +152,23 @@ class SavedWeights:
         """Whether a graph has saved weights of a bound block as they are."""
         return any(slot.unit is not None and slot.unit.uses.raw for slot in self._bound.values())
 
-    def reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
+    def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         if tensor.layout is not torch.strided or tensor._is_zerotensor():  # forward mode saves zeros without memory
             return None
-        slot = self._slots.get(tensor.untyped_storage().data_ptr())
+        return self._slots.get(tensor.untyped_storage().data_ptr())
+
+    def copied(self, output: Any) -> Any:
+        """Return a block's output, with copies in place of weights and their views. Their slot will hold another block
+        when the model reads them: a linear layer may return its bias, for example, which the next layer adds."""
+        tensors: list[torch.Tensor] = []
+        add_tensors(tensors, output)
+        found = {id(tensor) for tensor in tensors if self._slot_of(unwrapped(tensor)) is not None}
+        if not found:
+            return output
+        return mapped(lambda leaf: leaf.clone() if id(leaf) in found else leaf, output)
+
+    def reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
+        slot = self._slot_of(tensor)
         if slot is None or slot.unit is None:
             return None
         version = tensor._version  # a view has its parameter's
