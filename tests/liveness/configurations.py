@@ -29,6 +29,8 @@ TWO_PASSES = [
     replace(_MEMORY, name="two passes", passes=2, blocks=3),
     replace(_MEMORY, name="two passes, an outer module, accumulation", passes=2, outer_units=1, accumulation=2),
     replace(_MEMORY, name="two passes, all states read between steps", passes=2, between="all", steps=3),
+    replace(_MEMORY, name="two passes, sums on the GPU", passes=2, blocks=3, accumulation=2, sums=True),
+    replace(_MEMORY, name="two passes, sums, unannounced", passes=2, accumulation=2, announced=False, sums=True),
 ]
 
 MATRICES = [

@@ -56,6 +56,8 @@ class Configuration:
     clips_first: bool = True
     """False: the first step's norm is below the limit."""
     accumulation: int = 1
+    sums: bool = False
+    """The GPU adds up the gradients of the last blocks, all but the first one."""
     announced: bool = True
     """False: by backwards of which nobody has told the engine. A gradient passes in four pieces."""
     checkpointing: bool = False
@@ -105,6 +107,7 @@ class Configuration:
             outer_chunks_on_ssd=False,
             gradients_on_ssd=False,
             speculates=False,
+            sums=False,
             shared=self.only_rank_0_infers or self.differ or self.fickle or (self.experts and self.ranks > 1),
             one_at_a_time=False,
             ending="read",
@@ -258,7 +261,10 @@ def build(configuration: Configuration, model: Tiny, *, trains: bool = True) -> 
     settings = _settings(configuration, trains=trains)
     units = unit_plans(model, configuration, settings)
     plan, clients = _plan(configuration, units, settings), _NoClients(ranks.rank, given)
-    return build_runtime(model, Blueprint(units, plan, settings, ranks, device, clients, sharing))
+    runtime = build_runtime(model, Blueprint(units, plan, settings, ranks, device, clients, sharing))
+    for unit in runtime.blocks[1:] if configuration.sums else ():
+        unit.gradient.gpu_sum = torch.empty(unit.codec.numel, dtype=unit.state.dtype_of("gradient"))
+    return runtime
 
 
 def _takes(function: Any, parameter: str) -> bool:
