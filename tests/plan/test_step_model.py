@@ -125,6 +125,31 @@ def test_the_choice_does_not_depend_on_the_passes_that_were_measured(whole: floa
         assert one.second_pass_pays == two.second_pass_pays
 
 
+@settings(deadline=None)
+@given(
+    whole=st.floats(0.01, 2.0),
+    forward=st.floats(0.01, 0.3),
+    more=st.sampled_from([1, 3, 7]),
+    due=st.floats(0.0, 0.99),
+    holding=st.floats(0.0, 2.0),
+)
+def test_passes_settle_and_make_steps_no_longer(
+    whole: float, forward: float, more: int, due: float, holding: float
+) -> None:
+    """Each step is as long as the choice before it makes it, with `more` micro-batches behind the first one."""
+    in_two, lengths, backward = False, list[tuple[bool, float]](), 2 * forward
+    for _ in range(8):
+        first, busy = (PASS_SHARE * whole, 2 * PASS_SHARE * whole) if in_two else (whole, whole)
+        waited, second = max(forward, first), due * first if in_two else 0.0
+        others = more * (forward + max(backward, holding / more))
+        seconds = max(waited + max(backward, second) + others, holding + busy)
+        lengths.append((in_two, seconds))
+        updates = Updates.measured(busy, waited, backward, in_two=in_two)
+        in_two = updates.beside(due, seconds - holding - busy, in_two=in_two).two_passes_pay
+    assert len({two for two, _ in lengths[4:]}) == 1
+    assert lengths[-1][1] <= 1.05 * lengths[0][1]
+
+
 def test_a_backward_is_twice_a_forward() -> None:
     assert mean_backward_s(2.0, 1) == 2.0
     assert mean_backward_s(4 * 2.0 + 3 * 1.0, 4) == pytest.approx(2.0)
