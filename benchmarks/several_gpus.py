@@ -71,6 +71,16 @@ def side_by_side(steps: int, warmup: int = 9, **shape: Any) -> list[Setting]:
     ]
 
 
+def recorded(steps: int, warmup: int, **shape: Any) -> list[Setting]:
+    """One sequence a micro-batch, with blocks that replay recordings and without: one length, and twelve in turn."""
+    small: dict[str, Any] = {"batch": 1, "grad_accum": 4, "clip": 1.0, "steps": steps, "warmup": warmup, **shape}
+    return [
+        Setting("slide", slide={"captured_blocks": records}, **small, **lengths)
+        for lengths in ({}, {"shortest": 256, "distinct_batches": 12})
+        for records in (True, False)
+    ]
+
+
 def large(steps: int, *models: str, **shape: Any) -> list[Setting]:
     return [Setting("slide", model, build="partitioned", steps=steps, warmup=3, **shape) for model in models]
 
@@ -102,10 +112,8 @@ def plans(nvme_path: str) -> dict[str, list[Setting]]:
         "four-fewer": side_by_side(11),
         "four-fewer-rest": side_by_side(11)[3:],
         "four-stock": [Setting("stock", clip=1.0, steps=8, warmup=2)],
-        "recorded": [
-            Setting("slide", batch=1, grad_accum=4, clip=1.0, steps=8, warmup=14, slide={"captured_blocks": recorded})
-            for recorded in (True, False)
-        ],
+        "recorded": recorded(8, 14),
+        "tiny-recorded": recorded(2, 1, model="tiny", seq=512),
         "large-7b": large(5, "qwen2.5-7b"),
         "large-14b": large(4, "qwen2.5-14b"),
         "large-lora": large(4, "qwen2.5-32b", adapter=16, batch=4),
