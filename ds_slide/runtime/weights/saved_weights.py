@@ -31,6 +31,7 @@ from ds_slide.model.subclasses import Recipe
 from ds_slide.report.host import HostTrace
 from ds_slide.runtime.core.calls import add_tensors, in_backward, mapped, unwrapped
 from ds_slide.runtime.core.unit import Unit
+from ds_slide.runtime.weights.passed import fields_in, put, tensors_of
 from ds_slide.runtime.weights.window import Slot
 
 if TYPE_CHECKING:
@@ -162,10 +163,13 @@ class SavedWeights:
         when the model reads them: a linear layer may return its bias, for example, which the next layer adds."""
         tensors: list[torch.Tensor] = []
         add_tensors(tensors, output)
-        found = {id(tensor) for tensor in tensors if self._slot_of(unwrapped(tensor)) is not None}
-        if not found:
+        fields = [] if tensors else fields_in(output)  # beside tensors, an object is mostly a cache of all blocks
+        tensors += tensors_of(fields)
+        copies = {id(each): each.clone() for each in tensors if self._slot_of(unwrapped(each)) is not None}
+        if not copies:
             return output
-        return mapped(lambda leaf: leaf.clone() if id(leaf) in found else leaf, output)
+        put(fields, copies)
+        return mapped(lambda leaf: copies.get(id(leaf), leaf), output)
 
     def reference(self, tensor: torch.Tensor) -> SlotReference | ParameterReference | None:
         slot = self._slot_of(tensor)

@@ -4,6 +4,7 @@ returns its bias for the next layer to add, learned queries that a layer hands o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -46,6 +47,22 @@ class InDictionary(Later):
 
     def taken(self, given):
         return given["bias"][0] if isinstance(given, dict) else given
+
+
+@dataclass
+class Both:
+    """Iterates like the tuple of its fields."""
+
+    x: torch.Tensor
+    given: torch.Tensor
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.x, self.given)[index]
+
+
+class InObject(Later):
+    def forward(self, both):
+        return Both(*super().forward(both))
 
 
 class Queries(Later):
@@ -111,6 +128,7 @@ LOOPS = {
     "view": trained(Later),
     "whole": trained(Whole),
     "in-dictionary": trained(InDictionary),
+    "in-object": trained(InObject),
     "queries": trained(Queries),
     "without-gradient": trained(WithoutGradient),
     "checkpointed": trained(Queries, checkpointed),
