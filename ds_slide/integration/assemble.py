@@ -369,9 +369,11 @@ def precisions_under_autocast(
     owners: dict[nn.Parameter, set[type[nn.Module]]] = defaultdict(set)
     for child in module.modules():
         # `values` gathers nothing; ZeRO-3's dictionary gathers a parameter that is looked up in it.
-        for parameter in child._parameters.values():
+        for name, parameter in child._parameters.items():
             if parameter is not None:
-                owners[parameter].add(type(child))
+                # `spectral_norm` makes `weight` of `weight_orig`, with fp32 vectors and outside of autocast.
+                is_made_into_weight = name.rpartition("_")[0] in vars(child)
+                owners[parameter].add(nn.Module if is_made_into_weight else type(child))
     found = {}
     for parameter in module.parameters():
         dtype = parameter.dtype

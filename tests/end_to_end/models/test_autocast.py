@@ -149,6 +149,18 @@ def test_modules_that_are_named_are_the_only_ones() -> None:
         assert {unit.dtype for unit in engine.optimizer.runtime.units} == {torch.float32}
 
 
+def test_weights_that_a_weight_is_made_of_are_in_fp32() -> None:
+    """Power iterations of the spectral norm multiply them by fp32 vectors, outside of autocast."""
+    results = []
+    for slide in (None, {}):
+        own = model()
+        for layer in own.model.layers:
+            nn.utils.spectral_norm(layer.mlp.up_proj)
+            nn.utils.weight_norm(layer.mlp.down_proj)
+        results.append(trained(own, config_of(slide), batches(4)))
+    assert results[1].losses == pytest.approx(results[0].losses, abs=TOLERANCE)
+
+
 # ---- what a script sees ----------------------------------------------------------------------------------------------
 
 
