@@ -221,21 +221,24 @@ class CallTimes:
             if mixed and known is not None:
                 more[kind] = more.get(kind, 0.0) + calls_of_block * fmean(each.longer_than(known) for each in mixed)
         self._mixing_s |= {kind: max(0.0, seconds) for kind, seconds in more.items()}
-        self._compare_with_host([[each for each in calls if not each.is_mixed] for calls in alike.values()])
+        self._compare_with_host(list(alike.values()))
         self._calls.clear()
         self.is_timing = False
 
     def _compare_with_host(self, alike: Sequence[Sequence[_Call]]) -> None:
-        """Compare the GPU's times with the host's. `alike`: calls of one kind and shape that keep nothing or all. A
-        mode of the dispatcher slows the host down in mixed calls: 14 B with adapters, which keeps the GPU busy with
-        4 x 2,048 tokens, seemed to wait for the host (benchmarks/results/2026-11-27_nvidia-h100_lengths_2.md)."""
-        if not any(alike):
+        """Compare the GPU's times with the host's, in calls that keep nothing or all. `alike`: calls of one kind and
+        shape. A mode of the dispatcher slows the host down in mixed calls: 14 B with adapters, which keeps the GPU busy
+        with 4 x 2,048 tokens, seemed to wait for the host (benchmarks/results/2026-11-27_nvidia-h100_lengths_2.md)."""
+        plain = [[each for each in calls if not each.is_mixed] for calls in alike]
+        if not any(plain):
             return
-        of_gpu = sum(len(calls) * min(each.seconds for each in calls) for calls in alike if calls)
-        of_host = sum(len(calls) * min(each.host_s for each in calls) for calls in alike if calls)
-        # A forward, its recomputation, and a backward of two forwards.
-        self.on_gpu_s = STEP_TO_BLOCKS * 4 * of_gpu
-        behind = [each.is_behind for calls in alike for each in calls]
+        shortest = [min(each.seconds for each in some or calls) for calls, some in zip(alike, plain, strict=True)]
+        all_on_gpu = sum(len(calls) * seconds for calls, seconds in zip(alike, shortest, strict=True))
+        of_gpu = sum(len(some) * seconds for some, seconds in zip(plain, shortest, strict=True))
+        of_host = sum(len(some) * min(each.host_s for each in some) for some in plain if some)
+        # A forward, its recomputation, and a backward of two forwards. Mixed calls take the GPU as long as plain ones.
+        self.on_gpu_s = STEP_TO_BLOCKS * 4 * all_on_gpu
+        behind = [each.is_behind for some in plain for each in some]
         # Behind a full queue of launches the host takes as long as the GPU.
         self.wait_for_host = of_host >= HOST_BOUND * of_gpu > 0 and 2 * sum(behind) <= len(behind)
 

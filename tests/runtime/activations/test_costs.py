@@ -202,3 +202,9 @@ def test_the_gpu_alone_takes_the_shortest_time_of_each_kind(times: CallTimes, cl
     """Longer calls have waited for the host."""
     measured(times, clock, (0, 3.0, False), (1, 1.0, False), (2, 0.5, False), (2, 2.0, False))
     assert times.on_gpu_s == pytest.approx(STEP_TO_BLOCKS * 4 * (2 * 1.0 + 2 * 0.5))
+
+
+def test_the_gpu_alone_computes_mixed_calls_too(times: CallTimes, clock: Clock) -> None:
+    """They take it as long as plain calls of their kind and shape, and their own time where there are none."""
+    measured(times, clock, (0, 1.0, False), (1, 1.5, True), (2, 0.5, True), (2, 0.7, True))
+    assert times.on_gpu_s == pytest.approx(STEP_TO_BLOCKS * 4 * (2 * 1.0 + 2 * 0.5))
