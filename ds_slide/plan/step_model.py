@@ -241,9 +241,11 @@ class Updates:
 
     def beside(self, due: float, idle_s: float, *, in_two: bool) -> Updates:
         """Return these updates with `due`, in a step that was measured. `idle_s`: of that step, whose updates were
-        `in_two` passes. With a single pass it would have been longer by what a pass saves, and the lane less busy by
-        the other pass."""
-        return replace(self, due=due, idle_s=idle_s + (PASS_SHARE * self.whole_s if in_two else 0.0))
+        `in_two` passes. With a single pass it would have been longer by what two save, and the lane less busy by what
+        the other pass takes."""
+        found = replace(self, due=due, idle_s=idle_s)
+        more = found._pass_s - due * found._pass_s + found._idle_before
+        return replace(found, idle_s=idle_s + more) if in_two else found
 
     @property
     def exceed_forward(self) -> bool:
@@ -256,12 +258,22 @@ class Updates:
 
         With one pass the backward gets to that unit after whole_s + left_s + reach_s. With two it takes the first
         pass, and then the second passes that are due or left_s + reach_s, whichever is longer. The other second passes
-        need a lane that is idle for long enough: a step that is shorter by whole_s - PASS_SHARE * whole_s has to hold
-        them, too.
+        need a lane that is idle for long enough beside these: a step that is shorter by whole_s - PASS_SHARE * whole_s
+        has to hold them, too.
         """
-        if self.due < 1 and PASS_SHARE * self.whole_s > IDLE_SHARE * self.idle_s:
+        if self.due < 1 and (1 - self.due) * self._pass_s > IDLE_SHARE * max(0.0, self.idle_s - self._idle_before):
             return False
         return self.whole_s * (PASS_SHARE * (1 + self.due) - 1) < self.left_s + self.reach_s
+
+    @property
+    def _pass_s(self) -> float:
+        """Seconds of either pass."""
+        return PASS_SHARE * self.whole_s
+
+    @property
+    def _idle_before(self) -> float:
+        """Idle seconds of the lane that the second passes take which the next backward waits for."""
+        return min(self.due * self._pass_s, self.left_s + self.reach_s)
 
     @property
     def two_passes_pay(self) -> bool:

@@ -116,6 +116,22 @@ def test_second_passes_that_are_not_due_need_an_idle_lane(
 
 
 @settings(deadline=None)
+@given(whole=st.floats(0.01, 1.0), left=seconds, reach=seconds, others=st.floats(0.01, 1.0))
+def test_hardly_any_sums_take_no_second_pass_away(whole: float, left: float, reach: float, others: float) -> None:
+    """The lane needs idle time for the second passes that are not due, and not for all of them."""
+    updates = Updates(whole, 0.0, left, reach, 1.0, left + reach + others)
+    if updates.second_pass_pays:
+        assert replace(updates, due=0.999).second_pass_pays
+
+
+@settings(deadline=None)
+@given(whole=st.floats(0.01, 1.0), left=seconds, reach=seconds, due=st.floats(0.0, 0.99))
+def test_a_lane_that_is_never_idle_goes_back_to_one_pass(whole: float, left: float, reach: float, due: float) -> None:
+    measured = Updates.measured(2 * PASS_SHARE * whole, PASS_SHARE * whole + left, reach, in_two=True)
+    assert not measured.beside(due, 0.0, in_two=True).second_pass_pays
+
+
+@settings(deadline=None)
 @given(whole=st.floats(0.01, 1.0), left=seconds, reach=seconds)
 def test_the_choice_does_not_depend_on_the_passes_that_were_measured(whole: float, left: float, reach: float) -> None:
     one = Updates.measured(whole, whole + left, reach, in_two=False)
