@@ -38,7 +38,10 @@ RUNS = {
     "immediate": ({"window": 2}, {"clip": 0.0}),
     "immediate-gpu-states": ({"window": 2, "gpu_states": 600_000}, {"clip": 0.0}),
     "accumulation": ({"window": 2}, {"clip": 1.0, "accumulation": 2}),
-    "sums": ({"window": 3, "debug": {"lane_delay_ms": 2.0, "seed": 6}}, {"clip": 1.0, "accumulation": 2}),
+    "sums": (
+        {"window": 3, "update_passes": 2, "debug": {"lane_delay_ms": 2.0, "seed": 6}},
+        {"clip": 1.0, "accumulation": 2},
+    ),
     "sums-gathered": ({"window": 2, "share_weights": False}, {"clip": 1.0, "accumulation": 2}),
     "delays": ({"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 5}}, {"clip": 1.0}),
     "speculative": ({"window": 2, "speculate": True, "debug": {"lane_delay_ms": 2.0, "seed": 7}}, {"clip": 1.9}),

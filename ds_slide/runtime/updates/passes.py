@@ -23,6 +23,8 @@ class Passes:
         """The part of the updates whose second pass the next backward waits for, if they have one."""
         self.two = wanted == 2
         """Whether the updates that the coming step queues have two passes."""
+        self.may_be_two = wanted != 1
+        """Whether these updates may have two passes."""
         self.did_two = self.two
         """Whether the updates since the step before had two passes."""
         self.exceed_forward = False
@@ -31,11 +33,6 @@ class Passes:
         self._update_s = 0.0  # written by the update lane, taken by the compute thread
         self._step_ended: float | None = None
         self._backward_began: float | None = None
-
-    @property
-    def may_be_two(self) -> bool:
-        """Whether updates may have two passes."""
-        return self._wanted != 1
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -73,7 +70,8 @@ class Passes:
             updates = updates.beside(due, idle_s, in_two=self.did_two)
             self.exceed_forward = updates.exceed_forward
             two |= self._wanted == "auto" and updates.two_passes_pay
-        self.did_two, self.two, self.due = self.two, two and not speculated, due
+        self.did_two, self.due, self.may_be_two = self.two, due, self._wanted != 1 and not speculated
+        self.two = two and self.may_be_two
 
     def end_step(self) -> None:
         """Begin to time the next forward: the step has queued its updates."""

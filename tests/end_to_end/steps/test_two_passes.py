@@ -184,3 +184,12 @@ def test_second_passes_that_no_backward_waits_for_need_an_idle_lane(
 def test_a_number_that_was_asked_for_stays(step_of: Callable[..., bool], wanted: Any) -> None:
     of = Passes(wanted)
     assert {step_of(of, forward, 1.0, 0.5) for forward in (0.1, 2.0)} == {wanted == 2}
+
+
+def test_updates_that_were_done_ahead_cannot_have_two() -> None:
+    of = Passes("auto")
+    may_be_two = [of.may_be_two]
+    for speculated in (True, False):
+        of.begin_step(speculated=speculated)
+        may_be_two.append(of.may_be_two)
+    assert may_be_two == [True, False, True] and not Passes(1).may_be_two
