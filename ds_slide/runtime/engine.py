@@ -295,7 +295,8 @@ class SlideRuntime:
         counts = self.parts.updating.speculating.begin_step(
             self.units, hypers, grad_scale, self.parts.gradients.grad_scale
         )
-        self._choose_passes(speculated=counts)
+        # What has been done ahead is whole. With some rules the new states depend on the old weights.
+        self._choose_passes(whole=counts or not all(hyper.two_passes for hyper in hypers))
         try:
             self._apply(hypers, grad_scale)
             for unit in self.parts.learning.fitted_units():
@@ -310,9 +311,10 @@ class SlideRuntime:
         self.parts.context.recorder.end_step(self.step_count)
         self.parts.spare.end_step()
 
-    def _choose_passes(self, *, speculated: bool) -> None:
-        """Choose the passes of the updates that the step queues. With several micro-batches the next backward does not
-        wait for the second passes of units whose gradients the GPU adds up."""
+    def _choose_passes(self, *, whole: bool) -> None:
+        """Choose the passes of the updates that the step queues. `whole`: they cannot have two. With several
+        micro-batches the next backward does not wait for the second passes of units whose gradients the GPU adds
+        up."""
         updated = [unit for unit in self.units if unit.is_uploaded and unit.trainable]
         backwards, latest = max(1, self.accumulation.micro_batches), self.parts.context.recorder.latest
         due = [unit for unit in updated if backwards == 1 or unit.gradient.gpu_sum is None]
@@ -322,7 +324,7 @@ class SlideRuntime:
             reach=1 - min((unit.order for unit in due), default=0) / len(self.units),
             due=sum(unit.codec.numel for unit in due) / numel if numel else 1.0,
             idle_s=0.0 if latest is None else latest.step_s - latest.lanes[UPDATE]["busy_s"],
-            speculated=speculated,
+            whole=whole,
         )
 
     def _apply(self, hypers: Sequence[Hyper], grad_scale: float) -> None:

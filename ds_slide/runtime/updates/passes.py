@@ -54,12 +54,12 @@ class Passes:
         reach: float = 1.0,
         due: float = 1.0,
         idle_s: float = math.inf,
-        speculated: bool = False,
+        whole: bool = False,
     ) -> None:
         """Choose the passes before the step queues its updates. `backwards`: their number since the step before.
         `reach`: the part of a backward until the last unit whose second pass the next backward waits for, and `due`:
         the part of the updates that are of such units. `idle_s`: seconds of the latest step in which the update lane
-        had nothing to do. `speculated`: some updates have been done, whole, under backward."""
+        had nothing to do. `whole`: updates cannot have two passes this time."""
         with self._lock:
             taken, self._update_s = self._update_s, 0.0
         two = self._wanted == 2
@@ -70,7 +70,7 @@ class Passes:
             updates = updates.beside(due, idle_s, in_two=self.did_two)
             self.exceed_forward = updates.exceed_forward
             two |= self._wanted == "auto" and updates.two_passes_pay
-        self.did_two, self.due, self.may_be_two = self.two, due, self._wanted != 1 and not speculated
+        self.did_two, self.due, self.may_be_two = self.two, due, self._wanted != 1 and not whole
         self.two = two and self.may_be_two
 
     def end_step(self) -> None:

@@ -120,8 +120,7 @@ class Updating:
         self.lane = context.lanes.update
         self._failures = context.failures
         self.host = _updates(context)
-        in_parts = settings.rule is not None and settings.rule.two_passes
-        self.passes = Passes(settings.slide.update_passes if in_parts else 1)
+        self.passes = Passes(settings.slide.update_passes)
         self.speculating = Speculating(context, self.host, self.passes)
 
     def orthogonalize(self, units: Sequence[Unit], hypers: Sequence[Hyper], grad_scale: float) -> None:

@@ -186,10 +186,24 @@ def test_a_number_that_was_asked_for_stays(step_of: Callable[..., bool], wanted:
     assert {step_of(of, forward, 1.0, 0.5) for forward in (0.1, 2.0)} == {wanted == 2}
 
 
-def test_updates_that_were_done_ahead_cannot_have_two() -> None:
+def test_updates_that_are_whole_cannot_have_two() -> None:
     of = Passes("auto")
     may_be_two = [of.may_be_two]
-    for speculated in (True, False):
-        of.begin_step(speculated=speculated)
+    for whole in (True, False):
+        of.begin_step(whole=whole)
         may_be_two.append(of.may_be_two)
     assert may_be_two == [True, False, True] and not Passes(1).may_be_two
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("rule", [{"type": "SGD", "params": {"lr": 1e-3}}, CASES["Adam with L2"][1]["optimizer"]])
+def test_rules_that_have_one_pass_choose_one(rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next choice would take what was measured for two."""
+    monkeypatch.setattr(Updates, "two_passes_pay", True)
+    ours = config({"update_passes": "auto"}, {"optimizer": rule, "zero_allow_untested_optimizer": True}, 1)
+    with engine_for(llama(), ours) as engine:
+        updating = engine.optimizer.runtime.parts.updating
+        for batch in batches(3):
+            engine.backward(causal_loss(engine, batch))
+            engine.step()
+            assert updating.schedules().coming == "deferred" and not updating.schedules().two
