@@ -170,24 +170,29 @@ class Step:
         staying = 1.0 - change.moved_share
         whole = staying * self.queue_s / (PASS_SHARE if self.schedule == "two passes" else 1.0)
         due = self.due * max(0.0, staying - change.summed_share) / staying if staying else 0.0
-        backward = BACKWARD_SHARE * self.lanes["compute"] / self.micro_batches
-        idle = self._of_phases(change) - self.holding_s * max(0.0, staying - change.summed_share)
+        forwards, backwards = self._phases(change)
+        idle = forwards + backwards - self.holding_s * max(0.0, staying - change.summed_share)
+        backward = backwards / self.micro_batches
         in_two = Updates(whole, 0.0, 0.0, backward, due, idle)
         first = PASS_SHARE * whole
         return first + max(0.0, due * first - backward) if in_two.second_pass_pays else whole
 
     def _of_phases(self, change: Change) -> float:
-        """Return the seconds of all forwards and all backwards after `change`. With several micro-batches each half of
-        the fetches is under the ones or the others, and gradients move under backwards alone. With a single one all of
-        that is taken to be hidden."""
+        """Return the seconds of all forwards and all backwards after `change`."""
+        return sum(self._phases(change))
+
+    def _phases(self, change: Change) -> tuple[float, float]:
+        """Return the seconds of all forwards, and of all backwards, after `change`. With several micro-batches each
+        half of the fetches is under the ones or the others, and gradients move under backwards alone. With a single one
+        all of that is taken to be hidden."""
         computes = self.lanes["compute"] - change.kept_s + change.gpu_update_s
+        forward, backward = (1.0 - BACKWARD_SHARE) * computes, BACKWARD_SHARE * computes
         if self.micro_batches == 1:
-            return computes
+            return forward, backward
         fetching, staying = self.lanes.get("h2d", 0.0) * change.fetches / 2, 1.0 - change.moved_share
         down = self.lanes.get("d2h", 0.0) * staying - self.down_s * change.down_share
         holding = self.holding_s * (staying - change.summed_share)
-        forward, backward = (1.0 - BACKWARD_SHARE) * computes, BACKWARD_SHARE * computes
-        return max(forward, fetching) + max(backward, fetching, down, holding)
+        return max(forward, fetching), max(backward, fetching, down, holding)
 
     def _of_others(self, change: Change) -> float:
         """Return the busy seconds, after `change`, of the busiest lane beside the GPU, the disk and the copies to the

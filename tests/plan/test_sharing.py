@@ -13,7 +13,7 @@ from ds_slide.plan import sharing
 from ds_slide.plan.keeping import Keepable, fillings
 from ds_slide.plan.sharing import TOLERANCES, Choice, Offer, choose, share_out
 from ds_slide.plan.spare import Movable, Slots, Summable
-from ds_slide.plan.step_model import Change, Step
+from ds_slide.plan.step_model import PASS_SHARE, Change, Step
 
 GB = 10**9
 BLOCKS = 36
@@ -309,3 +309,12 @@ def test_memory_is_filled_and_harms_little(
     assert not choice.sums & choice.states
     assert not (moved or choice.kept or choice.mixed or choice.sums) or taken <= room
     assert taken <= room - reserve or choice in (best, choose(offer.without_moves()))
+
+
+def test_sums_make_no_room_for_second_passes_that_there_are() -> None:
+    """The host's additions make each backward longer than the second passes of all units, which are chosen already."""
+    whole, additions = 0.6, 2.0
+    step = waiting(1.2, 1.56, 2 * PASS_SHARE * whole + additions)
+    step = replace(step, schedule="two passes", holding_s=additions, micro_batches=4)
+    sums = Change(summed_share=0.7)
+    assert replace(step, two=True).after(sums) == pytest.approx(step.after(sums), abs=0.02)
