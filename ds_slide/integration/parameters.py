@@ -144,7 +144,7 @@ class ParameterProtocol:
                     set_availability([parameter], Binding.COMPUTING)
                     parameter.data = whole
                     for each in unit.carried_with(parameter):
-                        each.tensor.data = self._whole_carried(unit, each)
+                        each.point_to(self._whole_carried(unit, each))
                     self._gathered.add(parameter)
                     continue
                 if parameter.ds_status != ZeroParamStatus.AVAILABLE:

@@ -354,21 +354,29 @@ class Unit:
                 else:
                     own = each.home if view is None else entry.viewed(view, entry.partition_numel)
                     Divided(entry.shape, own).note(each.tensor)
-            each.tensor.data = each.home
+            each.point_to(each.home)
 
     def bind_carried(self, views: Sequence[torch.Tensor]) -> None:
         """Point the carried tensors to `views` for a forward or backward."""
         for each, view in zip(self.carried, views, strict=True):
-            each.tensor.data = view
-            each.version = each.tensor._version
+            each.bind(view)
 
     def bring_carried_home(self) -> None:
         """Point the carried tensors to host memory, where they are whole between forwards. Raises SlideError where a
-        forward or backward has written one: the write would be lost."""
+        forward or backward has written one: the write would be lost. What was written while the unit's weights stayed
+        on the GPU goes with them."""
+        lost = []
         for each in self.carried:
-            each.tensor.data = each.home
-        for each in self.carried:
-            each.require_unchanged(self.name)
+            if self.resident is not None:
+                each.take_write_home()
+            if each.bring_home():
+                lost.append(each.entry.name)
+        if lost:
+            raise SlideError(
+                f"{lost[0]} was written by a forward of {self.name}, but it is a large buffer beside packed weights, "
+                "which DS-Slide streams as frozen bytes, so the write would be lost; register what a forward writes "
+                "with persistent=False"
+            )
 
     def carried_with(self, parameter: nn.Parameter) -> list[CarriedTensor]:
         """Return what is read together with a parameter and is in memory of its own."""
@@ -377,14 +385,16 @@ class Unit:
     def note_carried_writes(self) -> None:
         """Let the weights be fetched again where a script has written a carried tensor between forwards. Raises
         SlideError where it was empty then."""
-        written = [each for each in self.carried if each.version != each.tensor._version]
+        written = [each for each in self.carried if each.is_written]
         for each in written:
             if Divided.of(each.tensor) is not None:
-                each.version = each.tensor._version
+                each.bring_home()
                 raise SlideError(
                     f"{each.entry.name} was written between forwards, when it is empty, because it is on SSD or each "
                     "rank has a part of it; write it with load_state_dict, on all ranks"
                 )
+        for each in written:
+            each.take_write_home()
         if written:
             self.version += 1
 
@@ -403,26 +413,50 @@ class CarriedTensor:
         """Autograd's count of its writes, when it was bound last."""
         self.is_lent = False
         """Whether it has memory of its own between forwards, for a script."""
+        self._bound = self.home
+        """The memory that it was given last."""
+
+    def bind(self, view: torch.Tensor) -> None:
+        """Give it this memory, whose contents are its own."""
+        self.point_to(view)
+        self.version = self.tensor._version
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it has been written in place, or given other memory (`tensor.data = ...`), since it was bound or
+        brought home."""
+        return self.version != self.tensor._version or self.tensor.data_ptr() != self._bound.data_ptr()
+
+    def take_write_home(self) -> None:
+        """Copy what was written to host memory, and to the memory that it was given last. Leave it alone where it has
+        another shape than there, or is not whole there."""
+        new = self.tensor.data
+        if not self.is_written or new.shape != self.home.shape:
+            return
+        for place in (self._bound, self.home):
+            if place.data_ptr() != new.data_ptr():
+                place.copy_(new)
+        self.tensor.data, self.version = self._bound, self.tensor._version
+
+    def point_to(self, memory: torch.Tensor) -> None:
+        """Give it this memory. A write that has not been noticed yet stays one."""
+        self.tensor.data = self._bound = memory
+
+    def bring_home(self) -> bool:
+        """Point it to host memory. -> whether it had been written since it was bound."""
+        written = self.is_written
+        self.bind(self.home)
+        return written
 
     def lend(self, whole: torch.Tensor) -> None:
         """Give it memory of its own until `take_back`."""
-        self.tensor.data = whole
-        self.is_lent, self.version = True, self.tensor._version
+        self.bind(whole)
+        self.is_lent = True
 
     def take_back(self) -> None:
         """Take that memory away."""
-        self.tensor.data = self.home
-        self.is_lent, self.version = False, self.tensor._version
-
-    def require_unchanged(self, unit: str) -> None:
-        """Raise SlideError where the tensor has been written in place since it was bound."""
-        if self.tensor._version != self.version:
-            self.version = self.tensor._version
-            raise SlideError(
-                f"{self.entry.name} was written by a forward of {unit}, but it is a large buffer beside packed "
-                "weights, which DS-Slide streams as frozen bytes, so the write would be lost; register what a forward "
-                "writes with persistent=False"
-            )
+        self.bind(self.home)
+        self.is_lent = False
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
