@@ -55,6 +55,11 @@ class Change:
     down_share: float = 0.0
 
 
+def _added_by_host(change: Change) -> float:
+    """Return the part of the host's additions of gradients that stays with it."""
+    return max(0.0, 1.0 - change.moved_share - change.summed_share)
+
+
 @dataclass(frozen=True)
 class Step:
     """Seconds of a step. A step that was measured has no `why` and no phases."""
@@ -167,15 +172,15 @@ class Step:
 
     def _queue_of(self, change: Change) -> float:
         """Return the seconds of the queue after `change`, with the passes that the engine would choose."""
-        staying = 1.0 - change.moved_share
+        staying, added = 1.0 - change.moved_share, _added_by_host(change)
         whole = staying * self.queue_s / (PASS_SHARE if self.schedule == "two passes" else 1.0)
-        due = self.due * max(0.0, staying - change.summed_share) / staying if staying else 0.0
+        due = self.due * added / staying if staying else 0.0
         forwards, backwards = self._phases(change)
-        idle = forwards + backwards - self.holding_s * max(0.0, staying - change.summed_share)
         backward = backwards / self.micro_batches
-        in_two = Updates(whole, 0.0, 0.0, backward, due, idle)
-        first = PASS_SHARE * whole
-        return first + max(0.0, due * first - backward) if in_two.second_pass_pays else whole
+        updates = Updates(whole, 0.0, 0.0, backward, due, forwards + backwards - self.holding_s * added)
+        if not updates.second_pass_pays:
+            return whole
+        return updates.pass_s + max(0.0, due * updates.pass_s - backward)
 
     def _of_phases(self, change: Change) -> float:
         """Return the seconds of all forwards and all backwards after `change`."""
@@ -191,7 +196,7 @@ class Step:
             return forward, backward
         fetching, staying = self.lanes.get("h2d", 0.0) * change.fetches / 2, 1.0 - change.moved_share
         down = self.lanes.get("d2h", 0.0) * staying - self.down_s * change.down_share
-        holding = self.holding_s * (staying - change.summed_share)
+        holding = self.holding_s * _added_by_host(change)
         return max(forward, fetching), max(backward, fetching, down, holding)
 
     def _of_others(self, change: Change) -> float:
@@ -249,8 +254,7 @@ class Updates:
         `in_two` passes. With a single pass it would have been longer by what two save, and the lane less busy by what
         the other pass takes."""
         found = replace(self, due=due, idle_s=idle_s)
-        more = found._pass_s - due * found._pass_s + found._idle_before
-        return replace(found, idle_s=idle_s + more) if in_two else found
+        return replace(found, idle_s=idle_s + found._late_s + found._idle_before) if in_two else found
 
     @property
     def exceed_forward(self) -> bool:
@@ -266,19 +270,24 @@ class Updates:
         need a lane that is idle for long enough beside these: a step that is shorter by whole_s - PASS_SHARE * whole_s
         has to hold them, too.
         """
-        if self.due < 1 and (1 - self.due) * self._pass_s > IDLE_SHARE * max(0.0, self.idle_s - self._idle_before):
+        if self._late_s > IDLE_SHARE * max(0.0, self.idle_s - self._idle_before):
             return False
         return self.whole_s * (PASS_SHARE * (1 + self.due) - 1) < self.left_s + self.reach_s
 
     @property
-    def _pass_s(self) -> float:
+    def pass_s(self) -> float:
         """Seconds of either pass."""
         return PASS_SHARE * self.whole_s
 
     @property
+    def _late_s(self) -> float:
+        """Seconds of the second passes that only the last backward of a step waits for."""
+        return (1 - self.due) * self.pass_s
+
+    @property
     def _idle_before(self) -> float:
         """Idle seconds of the lane that the second passes take which the next backward waits for."""
-        return min(self.due * self._pass_s, self.left_s + self.reach_s)
+        return min(self.due * self.pass_s, self.left_s + self.reach_s)
 
     @property
     def two_passes_pay(self) -> bool:
