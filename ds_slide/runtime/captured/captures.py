@@ -114,6 +114,8 @@ class Captures:
         self._may_recompute = True
         """Whether recordings of recomputed blocks have not made steps longer."""
         self._trial: _Trial | None = None
+        self._has_tried = False
+        """Whether a trial has ended. Recordings that come back need none: the decision behind it would free them."""
         self._latest: deque[float] = deque(maxlen=STEADY)
         """Seconds of the last steps without recordings."""
         self._is_stale = False
@@ -209,7 +211,7 @@ class Captures:
                 if self._memory is None:
                     self._memory = self._own_memory()
                     before = min(self._latest, default=None) if wanted.keeps and not self._is_asked else None
-                    self._trial = _Trial(before) if recomputes else None
+                    self._trial = _Trial(before) if recomputes and not self._has_tried else None
                 self._memory.recorded_shapes += 1
                 self.recomputes = recomputes
                 shape.recordings = Recordings(self._memory, self._memory.recorded_shapes, copies=self._copies)
@@ -357,7 +359,7 @@ class Captures:
         trial.seconds.append(seconds)
         if len(trial.seconds) < TRIAL:
             return False
-        self._trial, found = None, min(trial.seconds)
+        self._trial, self._has_tried, found = None, True, min(trial.seconds)
         if trial.before is None or found <= trial.before:
             return True
         log.info(

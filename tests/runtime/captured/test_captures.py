@@ -622,3 +622,6 @@ def test_recomputed_recordings_stay_where_steps_become_no_longer(
     for _ in range(20):
         step(2.0)
     assert captures.recomputes == stays
+    captures.leave_weights()  # the decision behind the trial has moved states
+    assert not any(step(2.0) for _ in range(20)), "recordings that come back bring no decision, which would free them"
+    assert captures.recomputes == stays
