@@ -339,8 +339,8 @@ class SlideConfig(_Block):
     The host then launches one graph for a block's forward and one for its backward in place of hundreds of operators,
     with the same bits. It concerns batches of frequent shapes, without autocast. Blocks keep their activations, or all
     are recomputed where these find no room or most weights stream ([recorded blocks](budgets.md#recorded-blocks)).
-    "auto": with one rank, where the GPU waits for the host and has the memory. true: also where it does not wait, with
-    several ranks, for blocks with experts, and on the CPU accelerator, which runs the operators again.
+    "auto": where the GPU waits for the host and has the memory. true: also where it does not wait, for blocks with
+    experts, and on the CPU accelerator, which runs the operators again.
     """
 
     update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')

@@ -82,7 +82,8 @@ class Activations:
             self._states,
             context.device,
             context.settings.slide.captured_blocks,
-            copies=context.ranks.world_size > 1,
+            several_ranks=context.ranks.world_size > 1,
+            divides_sequences=context.ranks.divides_sequences,
         )
         self._recordable: dict[int, bool] = {}
         """Whether a block can probably be recorded, by order, as its first call in a timed step shows."""

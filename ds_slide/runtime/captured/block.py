@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.block_state import Before, BlockState
 from ds_slide.runtime.activations.checkpointing import BlockCall
-from ds_slide.runtime.captured.checks import HostRandom, MadeOf, Weights, have_hooks, leaves_below
+from ds_slide.runtime.captured.checks import HostRandom, MadeOf, NoCommunication, Weights, have_hooks, leaves_below
 from ds_slide.runtime.captured.comparison import COMPARISONS, differ, run_beside
 from ds_slide.runtime.captured.graphs import Graph, Memory, Pool, Token
 from ds_slide.runtime.captured.inputs import NotRecordable, Place, SharedPlaces, Signature, leaves_of, with_leaves
@@ -108,11 +108,9 @@ class CapturedBlock:
         memory: Memory,
         shared: SharedPlaces,
         place: tuple[int, int],
-        *,
-        copies: bool,
     ) -> None:
         """`modules`: the block's own and all in it. `place`: the number of its shape in `memory`, and of its recording
-        among those of this shape. `copies`: gradients may be kept until after the next block's backward."""
+        among those of this shape."""
         self._modules = modules
         self._module, *self._inside = modules
         self.name = name
@@ -120,7 +118,6 @@ class CapturedBlock:
         self._memory = memory
         self._shared = shared
         self._place = place
-        self._copies = copies
         self.recording: Recording | None = None
         self.has_replayed = False
         """Whether the latest call was a replay."""
@@ -332,7 +329,7 @@ class CapturedBlock:
                 raise NotRecordable("a result is no tensor")
             return list(recording.made)
 
-        with torch.no_grad():
+        with torch.no_grad(), self._alone():
             recording.results = recording.forward.record(forward)
         recording.needing = list(map(needs_gradient, recording.results))
         if not any(recording.needing):
@@ -344,6 +341,11 @@ class CapturedBlock:
             raise NotRecordable("it changes an input in place")
         if not leaves_below(recording.made) <= {id(each) for each in (*recording.inputs, *recording.leaves)}:
             raise NotRecordable(READS_OTHERS)
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """Return the context of a recording, in which a call that communicates with other ranks raises NotRecordable:
+        these may run the block as it is written, or compare it, while this rank replays it."""
+        return NoCommunication() if self._memory.several_ranks else nullcontext()
 
     @contextmanager
     def _stand_ins(self, trained: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -378,7 +380,8 @@ class CapturedBlock:
         assert pattern is not None
         with self._memory.counted():
             try:
-                gradients = graph.record(lambda: _gradients(recording, pattern, places))
+                with self._alone():
+                    gradients = graph.record(lambda: _gradients(recording, pattern, places))
             except Exception as error:
                 self._fail(error)
                 return
@@ -482,7 +485,7 @@ class CapturedBlock:
                 rest.append(None if gradient is None or is_direct else gradient.clone())
                 if gradient is not None and is_direct:
                     direct.append((weight, gradient))
-        self._memory.lent.give(direct, copies=self._copies)
+        self._memory.lent.give(direct)
         return rest
 
 

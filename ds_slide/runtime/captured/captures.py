@@ -88,15 +88,15 @@ class Captures:
         device: Device,
         wanted: Literal["auto"] | bool,
         *,
-        copies: bool,
+        several_ranks: bool = False,
+        divides_sequences: bool = False,
     ) -> None:
-        """`copies`: gradients may be kept until after the next block's backward."""
+        """`divides_sequences`: ranks have parts of one sequence, and communicate in each block."""
         self._states = states
         self._device = device
         self._wanted = wanted
-        self._copies = copies
-        # With several ranks (`copies`) recordings have been run on the CPU accelerator alone.
-        is_off = wanted is False or (wanted == "auto" and (copies or not device.is_cuda))
+        self._several_ranks = several_ranks
+        is_off = wanted is False or divides_sequences or (wanted == "auto" and not device.is_cuda)
         self.phase = Phase.OFF if is_off else Phase.WAITING
         self._stream: Any = None
         """Of recordings; None before the first one."""
@@ -214,7 +214,7 @@ class Captures:
                     self._trial = _Trial(before) if recomputes and not self._has_tried else None
                 self._memory.recorded_shapes += 1
                 self.recomputes = recomputes
-                shape.recordings = Recordings(self._memory, self._memory.recorded_shapes, copies=self._copies)
+                shape.recordings = Recordings(self._memory, self._memory.recorded_shapes)
                 return (0.0, 0) if recomputes else (room + held, held)
         if shape.recordings is not None:
             return (min(room, 0.0) if self.recomputes else room), 0
@@ -249,7 +249,7 @@ class Captures:
 
     def _own_memory(self) -> Memory:
         self._stream = self._stream or self._device.stream()
-        return Memory(self._device, self._stream)
+        return Memory(self._device, self._stream, several_ranks=self._several_ranks)
 
     @property
     def nbytes(self) -> int:

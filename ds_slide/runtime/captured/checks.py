@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_slide.runtime.activations.kept_calls import OperatorMode
 from ds_slide.runtime.activations.state_places import globals_of_random
+from ds_slide.runtime.captured.inputs import NotRecordable
 from ds_slide.runtime.core.context import AS_THEY_ARE
 from ds_slide.runtime.core.device import default_generator
 
@@ -139,6 +141,15 @@ class AllRandom:
     def _set(self, states: tuple[torch.Tensor, torch.Tensor]) -> None:
         torch.set_rng_state(states[0])
         self._generator.set_state(states[1])
+
+
+class NoCommunication(OperatorMode):
+    """Raises NotRecordable where an operator communicates with other ranks."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in function.namespace:
+            raise NotRecordable("it communicates with other ranks")
+        return function(*args, **(kwargs or {}))
 
 
 def leaves_below(results: Iterable[Any]) -> set[int]:

@@ -122,13 +122,15 @@ class Graph:
 class Memory:
     """The two pools, the stream of recordings, and who may use the pools."""
 
-    def __init__(self, device: Device, stream: Any) -> None:
-        """`stream`: of all recordings. Libraries keep a workspace for it, in the memory of the first one."""
+    def __init__(self, device: Device, stream: Any, *, several_ranks: bool = False) -> None:
+        """`stream`: of all recordings. Libraries keep a workspace for it, in the memory of the first one.
+        `several_ranks`: gradients may be kept until after the next block's backward."""
         self.device = device
         self.stream = stream
+        self.several_ranks = several_ranks
         self.forwards, self.backwards = Pool(is_cuda=device.is_cuda), Pool(is_cuda=device.is_cuda)
         self.stack = Stack()
-        self.lent = Lent()
+        self.lent = Lent(copies=several_ranks)
         self.inputs = InputMemory()
         self.recorded_shapes = 0
         """The number of shapes that have been recorded, now and then."""
@@ -269,17 +271,19 @@ class Stack:
 class Lent:
     """The gradients of the backward that has run last, which parameters may still hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = False) -> None:
+        """`copies`: the receiver may keep them beyond the next backward."""
+        self._copies = copies
         self._given: Sequence[tuple[nn.Parameter, torch.Tensor]] = ()
 
-    def give(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]], *, copies: bool) -> None:
-        """Add gradients to those of parameters. `copies`: the receiver may keep them beyond the next backward."""
+    def give(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Add gradients to those of parameters."""
         self._given = given = []  # at once: an addition may find no memory
         with AS_THEY_ARE():
             for parameter, gradient in gradients:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad + gradient
-                elif copies:
+                elif self._copies:
                     parameter.grad = gradient.clone()
                 else:
                     parameter.grad = gradient

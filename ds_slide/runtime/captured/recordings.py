@@ -19,11 +19,10 @@ ALL_SHAPES = -1
 class Recordings:
     """All methods are called by the thread that computes."""
 
-    def __init__(self, memory: Memory, number: int, *, copies: bool) -> None:
-        """`number`: of the shape in `memory`. `copies`: gradients may be kept until after the next block's backward."""
+    def __init__(self, memory: Memory, number: int) -> None:
+        """`number`: of the shape in `memory`."""
         self._memory = memory
         self._number = number
-        self._copies = copies
         self.blocks: dict[int, CapturedBlock] = {}
         self.shared = SharedPlaces()
         self.is_open = True
@@ -67,7 +66,7 @@ class Recordings:
         return block
 
     def _added(self, kind: type[Block], call: BlockCall, state: BlockState, place: tuple[int, int]) -> Block:
-        block = kind(call.modules, call.unit.name, state, self._memory, self.shared, place, copies=self._copies)
+        block = kind(call.modules, call.unit.name, state, self._memory, self.shared, place)
         self.blocks[call.unit.order] = block
         return block
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_slide.runtime.activations.block_state import BlockState
@@ -65,6 +66,38 @@ class TwoResults(Block):
         return super().forward(hidden, scale), (self.up(hidden) * 0.0).sqrt()
 
 
+class Talks(Block):
+    """Ranks exchange something in its forward."""
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> Any:  # type: ignore[override]
+        talk()
+        return super().forward(hidden, scale)
+
+
+class TalksInBackward(Block):
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Talking.apply(super().forward(hidden, scale))
+
+
+class _Talking(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        talk()
+        return gradient
+
+
+TALKS: list[int] = []
+
+
+def talk() -> None:
+    dist.all_reduce(torch.ones(1))
+    TALKS.append(1)
+
+
 class Captured:
     """A recorded block and its twin, which runs as it is written."""
 
@@ -76,7 +109,7 @@ class Captured:
         memory = memory or Memory(Device(torch.device("cpu")), None)
         modules = list(self.module.modules())
         place = 0, memory.stack.pushed
-        self.block = CapturedBlock(modules, "block", state, memory, shared or SharedPlaces(), place, copies=False)
+        self.block = CapturedBlock(modules, "block", state, memory, shared or SharedPlaces(), place)
 
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
         function = functools.partial(type(self.module).forward, self.module, **kwargs)
@@ -165,6 +198,19 @@ def test_hooks_of_weights_are_called(when: str) -> None:
     own, expected = ([[each.tolist() for each in seen] for seen in kept[name]] for name in ("own", "twin"))
     assert own == expected
     assert len(own[0]) == len(own[1]) == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", [Talks, TalksInBackward])
+def test_a_block_whose_ranks_communicate_is_not_replayed(kind: type[Block]) -> None:
+    """Another rank may not replay at that moment: each call has to communicate as often as the operators do."""
+    captured = Captured(kind, memory=Memory(Device(torch.device("cpu")), None, several_ranks=True))
+    for _ in range(3):
+        TALKS.clear()
+        captured.record()
+        assert len(TALKS) == 1
+    assert not captured.block.has_replayed
+    assert captured.block.why == "it communicates with other ranks"
 
 
 def test_a_weight_that_is_used_elsewhere_too_gets_the_sum() -> None:

@@ -58,7 +58,7 @@ class Run:
         for _ in range(STEADY):
             for state in states.values():
                 state.before()
-        self.captures = Captures(states, Device(torch.device("cpu")), **{"wanted": True, "copies": False, **options})
+        self.captures = Captures(states, Device(torch.device("cpu")), **{"wanted": True, **options})
         self.waiting: list[tuple[torch.Tensor, ...]] = []
         """Input and loss of each forward, of the recorded blocks and of their twins."""
         self.forwards = self.replays = self.first = 0
@@ -585,6 +585,12 @@ def test_a_part_of_a_graph_that_waits_keeps_the_memory_from_earlier_blocks() -> 
         run.forward(0)
         run.backward(0)
         run.backward(0)
+
+
+def test_ranks_that_divide_a_sequence_record_nothing() -> None:
+    """They communicate in each block, and one of them might replay it alone."""
+    assert Run(wanted=True, divides_sequences=True).captures.phase is Phase.OFF
+    assert Run(wanted=True, several_ranks=True).captures.phase is not Phase.OFF
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def test_no_forward_overwrites_tensors_of_one_that_waits(events: list[tuple[bool
 
 def lent(parameter: nn.Parameter, value: float, *, copies: bool = False) -> tuple[Lent, torch.Tensor]:
     """A gradient that has been given, and its place."""
-    found, place = Lent(), torch.full_like(parameter, value)
-    found.give([(parameter, place)], copies=copies)
+    found, place = Lent(copies=copies), torch.full_like(parameter, value)
+    found.give([(parameter, place)])
     return found, place
 
 
@@ -77,7 +77,7 @@ def test_a_sum_that_finds_no_memory_leaves_what_was_given_before() -> None:
     first, second = parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     second.grad = torch.ones(3)
     with NoMemory(), pytest.raises(torch.OutOfMemoryError):
-        found.give(zip(parameters, places, strict=True), copies=False)
+        found.give(zip(parameters, places, strict=True))
     found.take_back()
     places[0].fill_(9.0)
     assert first.grad is not None and first.grad.tolist() == [2.0] * 3
