@@ -144,7 +144,7 @@ CURRENT = (
     ("30 B-A3B LoRA, 8 x 2048, 24 GiB", "qwen3-30b-a3b LoRA 8 x 2048", "24 GiB", "adapters-and-muon", None),
     ("3 B with Muon, 8 x 2048", "Muon qwen2.5-3b 8 x 2048", CLIP, "adapters-and-muon", None),
     ("3 B, 8 micro-batches of 1 x 2048", "qwen2.5-3b 1 x 2048 x 8", CLIP, "recorded-blocks_2", None),
-    ("3 B, 8 micro-batches of 1 x 2048, 24 GiB", "qwen2.5-3b 1 x 2048 x 8", IN_24, "recorded-blocks_3", None),
+    ("3 B, 8 micro-batches of 1 x 2048, 24 GiB", "qwen2.5-3b 1 x 2048 x 8", IN_24, "11-28_nvidia-h100_recorded-blocks", None),
     ("7.6 B, 8 micro-batches of 1 x 2048, 24 GiB", "qwen2.5-7b 1 x 2048 x 8", IN_24, "recorded-blocks_3", None),
     ("3 B, 8 micro-batches of 12 lengths", "qwen2.5-3b 1 x (256 to 2048) x 8", CLIP, "recorded-blocks_2", None),
     ("3 B LoRA, 8 micro-batches of 1 x 2048", "qwen2.5-3b LoRA 1 x 2048 x 8", CLIP, "recorded-blocks", None),
