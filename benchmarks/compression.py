@@ -1,13 +1,15 @@
-"""Train the same model on real text with exact AdamW and with compressed gradients, and write the curves as a CSV.
+"""Train the same model on real text with exact AdamW, Muon and compressed gradients, and write the curves as a CSV.
 
     python3 benchmarks/compression.py --steps 2000 --d 384 --check-every 500 --out curves.csv
+    python3 benchmarks/compression.py --systems exact muon --layers 14 --steps 1500 --gpu-states auto --out muon.csv
 
 The text is Python's standard library as it is installed here: every twentieth file is held out, and tells how well a
 model has learned. With `--model DIR` the model of that Hugging Face folder is fine-tuned, and its tokenizer reads the
 text; without, a new one learns from its bytes. `lora` trains peft's adapters of rank `--lora-r` in its place, and a new
-model's vocabulary matrices; `galore` is GaLore of rank `--galore-r` on the GPU alone (galore.py). Weights, batches and
-schedule depend on the seed only. The seconds are those of the steps, without the evaluations; each system runs in this
-process, one after the other. Runs without a GPU, too (`DS_ACCELERATOR=cpu`, with few layers and steps).
+model's vocabulary matrices; `galore` is GaLore of rank `--galore-r` on the GPU alone (galore.py); `muon` has `--muon-lr`
+for matrices, and AdamW with `--lr` for the rest. Weights, batches and schedule depend on the seed only. The seconds are
+those of the steps, without the evaluations; each system runs in this process, one after the other. Runs without a GPU,
+too (`DS_ACCELERATOR=cpu`, with few layers and steps).
 """
 
 from __future__ import annotations
@@ -96,18 +98,23 @@ def with_adapters(model: nn.Module, options: argparse.Namespace) -> nn.Module:
     return adapted
 
 
-def json_of(options: argparse.Namespace, compression: dict[str, Any] | None) -> dict[str, Any]:
+def json_of(name: str, options: argparse.Namespace, compression: dict[str, Any] | None) -> dict[str, Any]:
+    params = {"betas": [0.9, 0.95], "weight_decay": 0.1}
+    optimizer = {"type": "AdamW", "params": {"lr": options.lr, **params}}
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    if name == "muon":
+        rates = {"muon_lr": options.muon_lr, "adam_lr": options.lr}
+        optimizer, zero["reduce_scatter"] = {"type": "Muon", "params": {**rates, **params}}, False
     schedule = {"total_num_steps": options.steps, "warmup_num_steps": max(1, options.steps // 20)}
     return {
         "train_micro_batch_size_per_gpu": options.batch,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "zero_optimization": zero,
+        "optimizer": optimizer,
         "scheduler": {"type": "WarmupCosineLR", "params": schedule},
         "steps_per_print": 10**9,
-        # Room for norms, which pass through the link alone where matrices are compressed, and for no block of matrices.
-        "ds_slide": {"enabled": True, "gpu_states": "2MB", "compression": compression},
+        "ds_slide": {"enabled": True, "gpu_states": options.gpu_states, "compression": compression},
     }
 
 
@@ -146,7 +153,7 @@ def run(name: str, compression: dict[str, Any] | None, options: argparse.Namespa
     model = model_of(options)
     if name == "lora":
         model = with_adapters(model, options)
-    engine = engine_of(name, model, json_of(options, compression), options, device)
+    engine = engine_of(name, model, json_of(name, options, compression), options, device)
     writer, source = csv.writer(out), batches(trained, options, device)
     seconds, losses = 0.0, []
     for step in range(1, options.steps + 1):
@@ -167,7 +174,7 @@ def run(name: str, compression: dict[str, Any] | None, options: argparse.Namespa
         d, r = (compression["d"], compression["r"]) if compression else ("", "")
         tokens = step * options.batch * options.seq
         figures = (tokens, round(seconds, 3), round(mean, 5), round(found, 5), refits, down)
-        writer.writerow([name, options.lr, d, r, step, *figures])
+        writer.writerow([name, options.muon_lr if name == "muon" else options.lr, d, r, step, *figures])
         out.flush()
         print(f"{name}: step {step}, {seconds:.1f} s, loss {mean:.4f}, held out {found:.4f}", flush=True)
     engine.destroy()
@@ -178,7 +185,9 @@ def main() -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29517")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", nargs="+", choices=("exact", "lsp", "lora", "galore"), default=["exact", "lsp"])
+    parser.add_argument(
+        "--systems", nargs="+", choices=("exact", "muon", "lsp", "lora", "galore"), default=["exact", "lsp"]
+    )
     parser.add_argument("--out", type=Path, default=Path("compression.csv"))
     parser.add_argument("--model", type=Path, help="folder of a pretrained model, which is fine-tuned")
     for name, default in (
@@ -198,6 +207,9 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    # Room for norms, which pass through the link alone where matrices are compressed, and for no block of matrices.
+    parser.add_argument("--gpu-states", default="2MB")
     parser.add_argument("--threshold", type=float, help="of the bias, above which projectors are fitted; else never")
     options = parser.parse_args()
     how = {"d": options.d, "r": options.r, "check_every": options.check_every, "threshold": options.threshold}

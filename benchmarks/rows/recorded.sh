@@ -5,7 +5,7 @@
 #     OUT=... bash benchmarks/rows/recorded.sh c3 c3-6 n                    # about 400 s
 #     OUT=... bash benchmarks/rows/recorded.sh c7                           # about 180 s
 #     OUT=... bash benchmarks/rows/recorded.sh m l c3-off                   # about 380 s
-#     OUT=... bash benchmarks/rows/recorded.sh w                            # about 400 s
+#     OUT=... bash benchmarks/rows/recorded.sh w s                          # about 550 s
 # BUDGET (seconds of this call, 590): a row gets what is left of it, and none begins with less than 30 s left.
 # Order of importance: as listed. One JSON record a row in $OUT/recorded_NAME.jsonl, a line of it here. TINY=1: the same
 # with tiny models on the CPU. Hosts differ and are noisy: compare rows of one call only.
@@ -78,6 +78,8 @@ n) row n 120 --system slide --model qwen2.5-3b --batch 8 --seq 2048 --steps 8 --
 m) row m 240 --system slide --model qwen3-30b-a3b-10-blocks --batch 1 --seq 2048 --grad-accum 4 --steps 6 --gpu-fraction "$F" --build host --warmup 9;;
 # 0.5 B, 8 x 512 x 4: at most 1.03 of GPU only.                                                                         120 s
 l) three l --model qwen2.5-0.5b --batch 8 --seq 512 --grad-accum 4 --steps 8;;
+# Stock, 3 B, 1 x 2048 x 8: 14.5 s on an H200. DeepSpeed compiles its CPU Adam once.                                   150 s
+s) row s 200 --system stock --model qwen2.5-3b "${SMALL[@]}" --warmup 2 --steps 3;;
 # Compiled, 3 B, 4 x 2048: DS-Slide beside plain torch and stock. Inductor compiles 60 to 100 s.                        400 s
 w) C=(--model qwen2.5-3b --batch 4 --seq 2048 --steps 5 --compile model --checkpointing none)
    row w 190 --system slide "${C[@]}" --warmup 10
