@@ -5,11 +5,11 @@
 
 The text is Python's standard library as it is installed here: every twentieth file is held out, and tells how well a
 model has learned. With `--model DIR` the model of that Hugging Face folder is fine-tuned, and its tokenizer reads the
-text; without, a new one learns from its bytes. `lora` trains peft's adapters of rank `--lora-r` in its place, and a new
-model's vocabulary matrices; `galore` is GaLore of rank `--galore-r` on the GPU alone (galore.py); `muon` has `--muon-lr`
-for matrices, and AdamW with `--lr` for the rest. Weights, batches and schedule depend on the seed only. The seconds are
-those of the steps, without the evaluations; each system runs in this process, one after the other. Runs without a GPU,
-too (`DS_ACCELERATOR=cpu`, with few layers and steps).
+text; without, a new one learns from its bytes. `lora` trains peft's adapters of rank `--lora-r` in its place, and a
+new model's vocabulary matrices; `galore` is GaLore of rank `--galore-r` on the GPU alone (galore.py). `muon` has the
+rate `--muon-lr` for matrices, and AdamW's for the rest. Weights, batches and schedule depend on the seed only. The
+seconds are those of the steps, without the evaluations; each system runs in this process, one after the other. Runs
+without a GPU, too (`DS_ACCELERATOR=cpu`, with few layers and steps).
 """
 
 from __future__ import annotations
