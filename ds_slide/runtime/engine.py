@@ -167,6 +167,8 @@ class SlideRuntime:
             expects_backward = torch.is_grad_enabled() and self.root.expects_backward()
             trains = self.parts.context.trains and (with_backward or expects_backward)
             self.bindings.bind_slot(unit, "forward" if trains else "inference")
+        if unit.resident is not None and unit.carried:
+            unit.note_carried_writes()
         if self.resident_weights.are_fetched:
             for resident in (unit, *unit.parts):
                 self.resident_weights.bind_if_fetched(resident)

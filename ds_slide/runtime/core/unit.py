@@ -384,18 +384,18 @@ class Unit:
 
     def note_carried_writes(self) -> None:
         """Let the weights be fetched again where a script has written a carried tensor between forwards. Raises
-        SlideError where it was empty then."""
+        SlideError where it was empty then, or has been given memory of another kind."""
         written = [each for each in self.carried if each.is_written]
         for each in written:
-            if Divided.of(each.tensor) is not None:
+            if self.resident is None and Divided.of(each.tensor) is not None:
                 each.bring_home()
                 raise SlideError(
-                    f"{each.entry.name} was written between forwards, when it is empty, because it is on SSD or each "
-                    "rank has a part of it; write it with load_state_dict, on all ranks"
+                    f"{each.entry.name} was written between forwards, but it is on SSD or each rank has a part of it; "
+                    "write it with load_state_dict, on all ranks"
                 )
         for each in written:
             each.take_write_home()
-        if written:
+        if written and self.resident is None:
             self.version += 1
 
 
@@ -425,13 +425,24 @@ class CarriedTensor:
     def is_written(self) -> bool:
         """Whether it has been written in place, or given other memory (`tensor.data = ...`), since it was bound or
         brought home."""
-        return self.version != self.tensor._version or self.tensor.data_ptr() != self._bound.data_ptr()
+        tensor = self.tensor
+        is_there = tensor.dtype == self.home.dtype and tensor.is_set_to(self._bound)
+        return self.version != tensor._version or not is_there
 
     def take_write_home(self) -> None:
-        """Copy what was written to host memory, and to the memory that it was given last. Leave it alone where it has
-        another shape than there, or is not whole there."""
-        new = self.tensor.data
-        if not self.is_written or new.shape != self.home.shape:
+        """Copy what was written to host memory, and to the memory that it was given last. Leave it alone where it is
+        not whole there. Raises SlideError where it has been given another shape or data type."""
+        new, entry = self.tensor.data, self.entry
+        if not self.is_written:
+            return
+        if new.shape != entry.shape or new.dtype != self.home.dtype:
+            self.bind(self._bound)
+            raise SlideError(
+                f"the data of {entry.name} was replaced by {new.dtype} of shape {tuple(new.shape)}, but this large "
+                f"buffer moves with its block as {self.home.dtype} of shape {tuple(entry.shape)}; assign another "
+                f"tensor of the accelerator in its place ({entry.name} = tensor), which then stays there"
+            )
+        if new.shape != self.home.shape:
             return
         for place in (self._bound, self.home):
             if place.data_ptr() != new.data_ptr():

@@ -12,6 +12,9 @@ from torch import nn
 from ds_slide.errors import SlideError
 
 ROWS, WIDTH, STEPS = 1024, 64, 4
+SLIDES = pytest.mark.parametrize(
+    "slide", [{"gpu_states": 0, "window": 2}, {"gpu_states": "1GiB"}], ids=["streams", "stays"]
+)
 
 
 class Block(nn.Module):
@@ -67,7 +70,7 @@ def plain_losses() -> list[float]:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("write", [write_in_place, give_memory])
-@pytest.mark.parametrize("slide", [{"gpu_states": 0, "window": 2}, {"gpu_states": "1GiB"}], ids=["streams", "stays"])
+@SLIDES
 def test_what_a_script_writes_between_steps_counts(slide: dict[str, Any], write: Any) -> None:
     model = Model()
     still = {"optimizer": {"type": "AdamW", "params": {"lr": 0.0}}}
@@ -81,6 +84,44 @@ def test_what_a_script_writes_between_steps_counts(slide: dict[str, Any], write:
         assert losses == plain_losses()
         assert model.blocks[1].table[0] == STEPS
     assert model.blocks[1].table[0] == STEPS  # where the engine has ended, too
+
+
+def other_shape(table: torch.Tensor) -> torch.Tensor:
+    return table[:WIDTH].clone()
+
+
+def other_view(table: torch.Tensor) -> torch.Tensor:
+    """On the same memory."""
+    return table.view(-1, WIDTH)
+
+
+def other_dtype(table: torch.Tensor) -> torch.Tensor:
+    return table.int()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("changed", [other_shape, other_view, other_dtype])
+@SLIDES
+def test_memory_of_another_kind_is_refused_and_a_new_buffer_counts(slide: dict[str, Any], changed: Any) -> None:
+    """Plain torch goes on with such memory, and so does stock. The refusal loses nothing, and its advice works."""
+    model = Model()
+    with engine_for(model, ds_config({"blocks": ["blocks"], **slide}, clip=1.0)) as engine:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(2, WIDTH, generator=generator).bfloat16()
+        engine.backward(engine(x))
+        engine.step()
+        expected = engine(x)
+        block = model.blocks[1]
+        block.table.data = changed(block.table)
+        with pytest.raises(SlideError, match=r"the data of blocks\.1\.table was replaced by torch\.int"):
+            engine(x)
+        assert torch.equal(block.table, torch.arange(ROWS) % WIDTH)
+        assert torch.equal(engine(x), expected)
+        block.table = other_shape(block.table).flip(0)
+        assert not torch.equal(engine(x), expected)
+        engine.backward(engine(x))
+        engine.step()
+        assert torch.equal(engine.module.state_dict()["blocks.1.table"], torch.arange(WIDTH).flip(0))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -213,7 +213,7 @@ def test_buffers_on_ssd_are_read_and_written_by_state_dicts(disk: Path) -> None:
         )
         assert train(engine, batches(1)).losses == expected
         buffer.mul_(2.0)
-        with pytest.raises(SlideError, match=r"scales was written between forwards, when it is empty"):
+        with pytest.raises(SlideError, match=r"scales was written between forwards, but it is on SSD"):
             engine(**batches(1)[0])
 
 
