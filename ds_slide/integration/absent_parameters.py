@@ -168,7 +168,8 @@ def _is_question(func: Any, name: str) -> bool:
 
 
 def _is_called_by_module() -> bool:
-    """Whether `nn.Module.to`, `state_dict` or `load_state_dict` calls: they go with ZeRO-3's empty parameters."""
+    """Whether `nn.Module.to`, `state_dict` or `load_state_dict` calls: they go with parameters as they are, which are
+    empty in ZeRO-3."""
     frame = sys._getframe(3)  # the frame that has called the torch function
     caller = frame.f_back
     return frame.f_code in _BY_MODULES or (caller is not None and caller.f_code in _BY_MODULES)
@@ -181,7 +182,8 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
-    if _is_question(func, name) or _is_called_by_module():
+    loads = name == "copy_" and args[0].numel()  # also `load_state_dict`, of a parameter that is there
+    if _is_question(func, name) or (not loads and _is_called_by_module()):
         with AS_THEY_ARE():
             return func(*args, **kwargs)
     if func in _BACKWARD:

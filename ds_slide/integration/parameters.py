@@ -273,8 +273,14 @@ class ParameterProtocol:
                 parameter.partition(has_been_updated=updated)
             elif parameter.ds_status == ZeroParamStatus.AVAILABLE:
                 gathered.append(parameter)
-        if updated:
-            self._write({parameter: self._part_of(parameter, parameter.data) for parameter in gathered})
+        try:
+            if updated:
+                self._write({parameter: self._part_of(parameter, parameter.data) for parameter in gathered})
+        finally:
+            self._take_back(gathered)
+
+    def _take_back(self, gathered: Sequence[Any]) -> None:
+        """Take the parameters' own memory away: they are the weights again, or empty."""
         for parameter in gathered:
             unit, entry = self.places[parameter]
             self._gathered.discard(parameter)
@@ -292,8 +298,15 @@ class ParameterProtocol:
     # ---- values that scripts write -----------------------------------------------------------------------------
 
     def _part_of(self, parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of `whole`, values of the parameter."""
-        start, stop = piece(self.places[parameter][1], self._runtime.parts.context.ranks.rank)
+        """Return this rank's elements of `whole`, values of the parameter. Raises SlideError where its shape is not the
+        parameter's."""
+        entry = self.places[parameter][1]
+        if tuple(whole.shape) != tuple(entry.shape):
+            raise SlideError(
+                f"{entry.name} has the shape {tuple(entry.shape)}, but the value given has {tuple(whole.shape)}; give "
+                "a value of the parameter's shape"
+            )
+        start, stop = piece(entry, self._runtime.parts.context.ranks.rank)
         return whole.reshape(-1)[start:stop]
 
     def _write(self, values: Mapping[Any, torch.Tensor]) -> None:
@@ -329,15 +342,10 @@ class ParameterProtocol:
 
     def write(self, parameter: Any, value: torch.Tensor) -> None:
         """Make `value` the whole weights. Collective over the ranks."""
-        unit, entry = self.places[parameter]
-        if tuple(value.shape) != tuple(entry.shape):
-            raise SlideError(
-                f"{entry.name} has the shape {tuple(entry.shape)}, but the value given has {tuple(value.shape)}; give "
-                "a value of the parameter's shape"
-            )
+        own = self._part_of(parameter, value)
         if not self._runtime.access.has_ended:
-            state_buffers.require_stepped(self._runtime, unit, "writing to a parameter")
-        self._write({parameter: self._part_of(parameter, value)})
+            state_buffers.require_stepped(self._runtime, self.places[parameter][0], "writing to a parameter")
+        self._write({parameter: own})
 
     # ---- the value of one parameter between forwards (`absent_parameters`) -------------------------------------
     #

@@ -6,10 +6,10 @@ unless a test lowers it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -140,6 +140,51 @@ def foreach_decay(run: Run) -> Any:
     return trained(run, decay)
 
 
+def loaded(run: Run) -> Any:
+    """A module outside of the blocks loads a state before the first step, when its weights are on the GPU."""
+    engine = run.start(made(Net))
+    engine.module.inp.load_state_dict(made(Net, seed=5).inp.state_dict())
+    return [float(engine(x)) for x in inputs(1)] + trained_further(engine)
+
+
+def trained_further(engine: Any) -> list[float]:
+    losses = []
+    for x in inputs(3):
+        losses.append(float(loss := engine(x)))
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+WRITES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "data": lambda module, value: setattr(module.weight, "data", value),
+    "copy_": lambda module, value: module.weight.copy_(value),
+    "mul_": lambda module, value: module.weight.mul_(value),
+    "set_": lambda module, value: module.weight.set_(value),
+    "uniform_": lambda module, value: nn.init.uniform_(module.weight, 0.0, float(value.abs().max())),
+    "load_state_dict": lambda module, value: module.load_state_dict({"weight": value}, strict=False),
+}
+
+
+def gathered_writes(write: Callable[[nn.Module, torch.Tensor], Any]) -> Callable[[Run], Any]:
+    """To a parameter of a block and to one outside, before the first step and after others."""
+
+    def loop(run: Run) -> Any:
+        engine, losses = run.start(made(Net)), []
+        for _ in range(2):
+            for module in (engine.module.blocks[1].up, engine.module.inp):
+                value = 0.1 * torch.randn(module.out_features, module.in_features)
+                gathered = contextlib.nullcontext()
+                if run.system != "plain":
+                    gathered = deepspeed.zero.GatheredParameters([module.weight], modifier_rank=0)
+                with torch.no_grad(), gathered:
+                    write(module, value)
+            losses += trained_further(engine)
+        return losses
+
+    return loop
+
+
 def penalty_beside_the_loss(run: Run) -> Any:
     """A term over all weights that no forward of the engine has computed."""
     engine = run.start(made(Net))
@@ -194,6 +239,7 @@ LOOPS = [
     (views, "error"),
     (average_of_the_weights, "error"),
     (foreach_decay, "wrong"),
+    (loaded, "error"),
     (penalty_beside_the_loss, "error"),
     (penalty_after_the_loss, "error"),
     (adversary, "wrong"),
@@ -207,6 +253,13 @@ WINDOWS: list[dict[str, Any]] = [{"window": 2}, {}]
 @pytest.mark.parametrize("loop", [loop for loop, _ in LOOPS])
 def test_the_numbers_are_plain_torchs(loop, clip, slide):
     assert_right(run_loop(loop, "slide", clip=clip, slide=slide), run_loop(loop, "plain", clip=clip))
+
+
+@pytest.mark.parametrize("slide", [{"window": 2, "gpu_states": 0}, {"gpu_states": "1GiB"}], ids=["streams", "stays"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_is_written_in_gathered_parameters_counts(write, slide):
+    loop = gathered_writes(write)
+    assert_right(run_loop(loop, "slide", slide=slide), run_loop(loop, "plain"))
 
 
 @pytest.mark.thinned(3)
@@ -238,7 +291,7 @@ COMPUTATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@contextmanager
+@contextlib.contextmanager
 def stepped(**more: Any) -> Iterator[Any]:
     """An engine of a `Net` after one step. `more`: of the DeepSpeed config."""
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": SMALL}
@@ -288,6 +341,24 @@ def test_a_value_of_another_shape_is_refused():
         pytest.raises(SlideError, match=r"blocks.0.up.bias has the shape \(128,\), but the value"),
     ):
         engine.module.blocks[0].up.bias.data = torch.ones(3)
+
+
+@pytest.mark.parametrize("slide", [{"window": 2, "gpu_states": 0}, {"gpu_states": "1GiB"}], ids=["streams", "stays"])
+@pytest.mark.parametrize("shape", [(129, 32), (3, 32), (128 * 32,)])
+def test_a_value_of_another_shape_in_gathered_parameters_is_refused(shape, slide):
+    """The parameters keep the weights that they had, and training goes on with them."""
+
+    def loop(run: Run) -> Any:
+        engine = run.start(made(Net))
+        losses = trained_further(engine)
+        if run.system == "slide":
+            weight = engine.module.blocks[0].up.weight
+            with pytest.raises(SlideError, match=r"blocks.0.up.weight has the shape \(128, 32\), but the value"):
+                with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+                    weight.data = torch.ones(shape)
+        return losses + trained_further(engine)
+
+    assert_right(run_loop(loop, "slide", slide=slide), run_loop(loop, "plain"))
 
 
 def test_elements_that_are_not_written_keep_their_masters():
