@@ -30,7 +30,7 @@ CHANGE_DTYPE = torch.float32
 """The data type of a change of the weights."""
 CHANGE_START = -0.0
 
-Gradients = Sequence[torch.Tensor | None]
+ParameterGradients = Sequence[torch.Tensor | None]
 """Gradients of a unit's trainable parameters in the order of its layout, as autograd left them; None: no gradient."""
 
 
@@ -141,11 +141,11 @@ class GradientCodec:
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """The place of each trainable parameter in [0, numel), in the order of `Gradients`."""
+        """The place of each trainable parameter in [0, numel), in the order of `ParameterGradients`."""
         raise NotImplementedError
 
     def encode(
-        self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
+        self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
     ) -> torch.Tensor | None:
         """Write or add the encoded gradient, rounded to `dtype`, to `out` ([>= numel], any dtype). With one rank only.
 
@@ -155,7 +155,7 @@ class GradientCodec:
         """
         raise NotImplementedError
 
-    def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> torch.Tensor | None:
+    def encode_for_ranks(self, gradients: ParameterGradients, out: torch.Tensor) -> torch.Tensor | None:
         """Write each rank's part of this rank's gradient to `out` ([world_size * numel] of `dtype`, rank-major). The
         parts are averaged afterwards. With several ranks only.
 
@@ -163,7 +163,7 @@ class GradientCodec:
         """
         raise NotImplementedError
 
-    def encode_in_place(self, gradients: Gradients) -> list[GradientSpan]:
+    def encode_in_place(self, gradients: ParameterGradients) -> list[GradientSpan]:
         """Return the encoded gradient without a buffer of its size: ascending places that cover [0, numel) without
         gaps. With one rank only."""
         raise NotImplementedError
@@ -231,7 +231,7 @@ class Identity(GradientCodec):
         return [entry.offset for entry in self.layout.entries]
 
     def encode(
-        self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
+        self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
     ) -> torch.Tensor | None:
         out = out[: self.numel]
         if out.is_cuda:
@@ -240,7 +240,7 @@ class Identity(GradientCodec):
         return None
 
     def encode_in_one_pass(
-        self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
+        self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
     ) -> torch.Tensor | None:
         """Encode by the GPU kernel, which also writes the alignment gaps and the parts of unused parameters."""
         from ds_slide.kernels.offload.gradient_pack import pack_gradients
@@ -250,7 +250,7 @@ class Identity(GradientCodec):
         pack_gradients(given, out, self._offsets[: len(gradients)], square_sum, accumulate=accumulate)
         return square_sum
 
-    def encode_by_torch(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> None:
+    def encode_by_torch(self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool) -> None:
         """Encode without a GPU, with the same bits."""
         given = [(entry, flat) for entry, flat in self._flat(gradients) if flat is not None]
         sources = [flat for _, flat in given]
@@ -260,7 +260,7 @@ class Identity(GradientCodec):
         if targets:
             (torch._foreach_add_ if accumulate else torch._foreach_copy_)(targets, sources)
 
-    def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> None:
+    def encode_for_ranks(self, gradients: ParameterGradients, out: torch.Tensor) -> None:
         out.zero_()
         targets, sources = [], []
         for entry, flat in self._flat(gradients):
@@ -275,7 +275,7 @@ class Identity(GradientCodec):
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def encode_in_place(self, gradients: Gradients) -> list[GradientSpan]:
+    def encode_in_place(self, gradients: ParameterGradients) -> list[GradientSpan]:
         places = []
         for entry, flat in self._flat(gradients):
             places.append(GradientSpan(entry.offset, entry.numel, flat))
@@ -295,7 +295,7 @@ class Identity(GradientCodec):
         masters.weight[span].copy_(own[span], non_blocking=True)
         return (span.stop - span.start) * own.element_size()
 
-    def _flat(self, gradients: Gradients) -> Iterator[tuple[Entry, torch.Tensor | None]]:
+    def _flat(self, gradients: ParameterGradients) -> Iterator[tuple[Entry, torch.Tensor | None]]:
         """Yield each trainable entry with its gradient, [numel] of `dtype`."""
         trainable = self.layout.entries[: len(gradients)]  # they come first
         for entry, gradient in zip(trainable, gradients, strict=True):

@@ -79,7 +79,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Activations:
+class ActivationPlan:
     """What becomes of blocks' activations.
 
     `checkpointed`: blocks that the engine recomputes where memory is short. `kept`: the ones among them that it does
@@ -116,7 +116,7 @@ class Forecast:
     batch: int
     seq: int
     micro_batches: int
-    activations: Activations = Activations()
+    activations: ActivationPlan = ActivationPlan()
     first: Forecast | None = None
     """The forecast of the first steps; None: this is it."""
     gpu_peak_between: int = 0

@@ -2,7 +2,7 @@
 
 Step            seconds of a step and of its lanes: a forecast, or what the engine has measured.
 Step.after      The same step after a `Change`. The engine and `ds-slide plan` share out spare memory by it.
-Updates         seconds that tell both whether updates are done in two passes.
+UpdateTimes     seconds that tell both whether updates are done in two passes.
 Work            seconds that a step asks of each lane. `ds_slide.plan.step_work` makes it from a plan and ceilings.
 step_of(work)   The step with one schedule of updates. `scheduled` takes the schedule that the engine takes.
 
@@ -78,7 +78,7 @@ class Step:
     two: bool = False
     """Deferred updates may be done in two passes."""
     due: float = 1.0
-    """The part of the updates whose second pass the next backward waits for (`Updates.due`)."""
+    """The part of the updates whose second pass the next backward waits for (`UpdateTimes.due`)."""
     why: str = ""
     """Why the schedule is this one, as a clause."""
     forward_s: float = 0.0
@@ -177,7 +177,7 @@ class Step:
         due = self.due * added / staying if staying else 0.0
         forwards, backwards = self._phases(change)
         backward = backwards / self.micro_batches
-        updates = Updates(whole, 0.0, 0.0, backward, due, forwards + backwards - self.holding_s * added)
+        updates = UpdateTimes(whole, 0.0, 0.0, backward, due, forwards + backwards - self.holding_s * added)
         if not updates.second_pass_pays:
             return whole
         return updates.pass_s + max(0.0, due * updates.pass_s - backward)
@@ -227,7 +227,7 @@ idle with two passes goes back to one."""
 
 
 @dataclass(frozen=True)
-class Updates:
+class UpdateTimes:
     """Seconds of deferred updates in one pass, and of the work that hides them.
 
     `forward_s`: from the end of a step until the next backward begins, waits included. `left_s`: remaining seconds of
@@ -244,12 +244,12 @@ class Updates:
     idle_s: float = math.inf
 
     @classmethod
-    def measured(cls, busy_s: float, forward_s: float, reach_s: float, *, in_two: bool) -> Updates:
+    def measured(cls, busy_s: float, forward_s: float, reach_s: float, *, in_two: bool) -> UpdateTimes:
         """Return the updates of a measured step. `busy_s`: busy seconds of the update lane. `in_two`: in two passes."""
         whole, awaited = (busy_s / (2 * PASS_SHARE), busy_s / 2) if in_two else (busy_s, busy_s)
         return cls(whole, forward_s, max(0.0, forward_s - awaited), reach_s)
 
-    def beside(self, due: float, idle_s: float, *, in_two: bool) -> Updates:
+    def beside(self, due: float, idle_s: float, *, in_two: bool) -> UpdateTimes:
         """Return these updates with `due`, in a step that was measured. `idle_s`: of that step, whose updates were
         `in_two` passes. With a single pass it would have been longer by what two save, and the lane less busy by what
         the other pass takes."""
@@ -353,7 +353,7 @@ class Work:
     """The time from the begin of a backward until the last gradient for the CPU is complete, of those that no sum on
     the GPU takes."""
     due: float = 1.0
-    """The part of `update` whose second pass the next backward waits for (`Updates.due`)."""
+    """The part of `update` whose second pass the next backward waits for (`UpdateTimes.due`)."""
     outer: float = 0.0
     """The part of `update` for outer modules, which a forward needs first."""
     outer_last: float = 0.0
@@ -408,12 +408,12 @@ def all_schedules(work: Work) -> dict[Schedule, Step]:
     return {schedule: step_of(work, schedule) for schedule in get_args(Schedule)}
 
 
-def updates_of(work: Work) -> Updates:
+def updates_of(work: Work) -> UpdateTimes:
     """Return the deferred updates of `work`, and the seconds that hide them."""
     queue = _queue(work, work.update)
     forward = _forward(work, queue, work.outer + work.outer_copies, work.begun)
     # The engine measures a forward by the host's clock. The host is ahead of the GPU, and waits only for updates.
-    return Updates(work.update, max(work.launched, queue), forward - queue, work.reach, work.due)
+    return UpdateTimes(work.update, max(work.launched, queue), forward - queue, work.reach, work.due)
 
 
 def step_of(work: Work, schedule: Schedule, why: str = "") -> Step:

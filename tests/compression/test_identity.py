@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ds_slide.compression.codec import Gradients, Identity, square_sum
+from ds_slide.compression.codec import Identity, ParameterGradients, square_sum
 from ds_slide.model.layout import ParameterInfo, build_layout, piece
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +61,7 @@ def test_bits_and_square_sum(unused: set[int]) -> None:
 def test_gradients_in_fp32_are_rounded_before_they_are_added(encode: Callable[..., object]) -> None:
     """2^-8 beside 1 is half a bf16 ulp, a tie that goes to the even 1: added in fp32, two of them would be seen."""
     out = filled(0.0, codec().numel, torch.float32)
-    given: Gradients = [torch.full(shape, 1.0 + 2**-8, device=DEVICE) for shape in TRAINED]
+    given: ParameterGradients = [torch.full(shape, 1.0 + 2**-8, device=DEVICE) for shape in TRAINED]
     for accumulate in (False, True):
         encode(given, out, accumulate=accumulate)
     for entry in codec().layout.entries[: len(TRAINED)]:

@@ -13,7 +13,7 @@ from ds_slide.plan.step_model import (
     Change,
     Schedule,
     Step,
-    Updates,
+    UpdateTimes,
     Work,
     all_schedules,
     mean_backward_s,
@@ -90,7 +90,7 @@ def test_the_schedule_is_allowed_and_no_worse(work: Work, below_limit: bool) -> 
 def test_two_passes_pay_where_they_take_less_than_one(whole: float, left: float, reach: float, due: float) -> None:
     one, two = whole + left + reach, PASS_SHARE * whole + max(due * PASS_SHARE * whole, left + reach)
     if abs(one - two) > 1e-9:
-        assert Updates(whole, 0.0, left, reach, due).second_pass_pays == (two < one)
+        assert UpdateTimes(whole, 0.0, left, reach, due).second_pass_pays == (two < one)
 
 
 @settings(deadline=None)
@@ -106,8 +106,8 @@ def test_second_passes_that_are_not_due_need_an_idle_lane(
     forward = {1: whole + left + reach, 2: first + max(due * first, left + reach)}
     one = max(forward[1] + computes, whole + holding)
     two = max(forward[2] + computes, 2 * first + holding)
-    measured_one = Updates.measured(whole, whole + left, reach, in_two=False)
-    measured_two = Updates.measured(2 * first, first + left, reach, in_two=True)
+    measured_one = UpdateTimes.measured(whole, whole + left, reach, in_two=False)
+    measured_two = UpdateTimes.measured(2 * first, first + left, reach, in_two=True)
     chosen = measured_one.beside(due, one - whole - holding, in_two=False).second_pass_pays
     if chosen:
         assert two <= one + 1e-9
@@ -119,7 +119,7 @@ def test_second_passes_that_are_not_due_need_an_idle_lane(
 @given(whole=st.floats(0.01, 1.0), left=seconds, reach=seconds, others=st.floats(0.01, 1.0))
 def test_hardly_any_sums_take_no_second_pass_away(whole: float, left: float, reach: float, others: float) -> None:
     """The lane needs idle time for the second passes that are not due, and not for all of them."""
-    updates = Updates(whole, 0.0, left, reach, 1.0, left + reach + others)
+    updates = UpdateTimes(whole, 0.0, left, reach, 1.0, left + reach + others)
     if updates.second_pass_pays:
         assert replace(updates, due=0.999).second_pass_pays
 
@@ -127,15 +127,15 @@ def test_hardly_any_sums_take_no_second_pass_away(whole: float, left: float, rea
 @settings(deadline=None)
 @given(whole=st.floats(0.01, 1.0), left=seconds, reach=seconds, due=st.floats(0.0, 0.99))
 def test_a_lane_that_is_never_idle_goes_back_to_one_pass(whole: float, left: float, reach: float, due: float) -> None:
-    measured = Updates.measured(2 * PASS_SHARE * whole, PASS_SHARE * whole + left, reach, in_two=True)
+    measured = UpdateTimes.measured(2 * PASS_SHARE * whole, PASS_SHARE * whole + left, reach, in_two=True)
     assert not measured.beside(due, 0.0, in_two=True).second_pass_pays
 
 
 @settings(deadline=None)
 @given(whole=st.floats(0.01, 1.0), left=seconds, reach=seconds)
 def test_the_choice_does_not_depend_on_the_passes_that_were_measured(whole: float, left: float, reach: float) -> None:
-    one = Updates.measured(whole, whole + left, reach, in_two=False)
-    two = Updates.measured(2 * PASS_SHARE * whole, PASS_SHARE * whole + left, reach, in_two=True)
+    one = UpdateTimes.measured(whole, whole + left, reach, in_two=False)
+    two = UpdateTimes.measured(2 * PASS_SHARE * whole, PASS_SHARE * whole + left, reach, in_two=True)
     assert one.whole_s == pytest.approx(two.whole_s) and one.left_s == pytest.approx(two.left_s, abs=1e-9)
     if abs(whole * (2 * PASS_SHARE - 1) - left - reach) > 1e-6:
         assert one.second_pass_pays == two.second_pass_pays
@@ -160,7 +160,7 @@ def test_passes_settle_and_make_steps_no_longer(
         others = more * (forward + max(backward, holding / more))
         seconds = max(waited + max(backward, second) + others, holding + busy)
         lengths.append((in_two, seconds))
-        updates = Updates.measured(busy, waited, backward, in_two=in_two)
+        updates = UpdateTimes.measured(busy, waited, backward, in_two=in_two)
         in_two = updates.beside(due, seconds - holding - busy, in_two=in_two).two_passes_pay
     assert len({two for two, _ in lengths[4:]}) == 1
     assert lengths[-1][1] <= 1.05 * lengths[0][1]

@@ -215,7 +215,7 @@ def cpu_ceilings(name: str, threads: int, cores: Sequence[int], *, with_products
 
 
 @dataclass(frozen=True)
-class Updates:
+class MeasuredUpdates:
     """AdamW in fp32 on units that are updated in turn."""
 
     updater: CpuUpdater
@@ -231,13 +231,13 @@ class Updates:
 
 
 @contextmanager
-def updates(threads: int, cores: Sequence[int], ranks: int = 1) -> Iterator[Updates]:
+def updates(threads: int, cores: Sequence[int], ranks: int = 1) -> Iterator[MeasuredUpdates]:
     """Yield updates on the host memory of one of `ranks` ranks, which share the memory for units."""
     most = psutil.virtual_memory().available // 4 // (14 * AMOUNTS.updated)
     count = max(1, min(AMOUNTS.units, most) // ranks)
     updater = CpuUpdater(threads, cores)
     try:
-        yield Updates(updater, itertools.cycle([_updated() for _ in range(count)]))
+        yield MeasuredUpdates(updater, itertools.cycle([_updated() for _ in range(count)]))
     finally:
         updater.end_threads()
 

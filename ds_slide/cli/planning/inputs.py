@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ds_slide.plan.allocations import total
-from ds_slide.plan.forecast import Activations, Room
+from ds_slide.plan.forecast import ActivationPlan, Room
 from ds_slide.plan.memory import SPARE_HOST_SHARE, Plan
 from ds_slide.plan.spare import (
     LEAST_AHEAD,
@@ -55,7 +55,7 @@ class Inputs:
         blocks = tuple(Input(order, kept[order]) for order in sorted(taken_over))
         return cls(blocks, plan, room, limit, has_ssd)
 
-    def unmeasured(self, activations: Activations) -> Activations:
+    def unmeasured(self, activations: ActivationPlan) -> ActivationPlan:
         """Return `activations` with the inputs that move in the first steps, before a batch's need is known."""
         if self.room.gpu_for_plan is None:
             return activations
@@ -63,7 +63,7 @@ class Inputs:
         free = self.room.gpu_for_plan - self.plan.gpu_bytes
         return self.within(math.inf, activations) if moves_unmeasured(nbytes, free) else activations
 
-    def within(self, missing: float, activations: Activations) -> Activations:
+    def within(self, missing: float, activations: ActivationPlan) -> ActivationPlan:
         """Return `activations` with the inputs that move so that `missing` bytes of the GPU come free."""
         orders = inputs_to_move(missing, self.blocks, self)
         moved = [each for each in self.blocks if each.order in orders]

@@ -17,7 +17,7 @@ from ds_slide.config import CONFIG_KEY
 from ds_slide.integration.planning import Planned, convert_model, filled, plan_json
 from ds_slide.patching.apply import apply_kernels
 from ds_slide.plan.ceilings import Ceilings
-from ds_slide.plan.forecast import Activations, Forecast, Room
+from ds_slide.plan.forecast import ActivationPlan, Forecast, Room
 from ds_slide.plan.keeping import Keepable, Kept
 from ds_slide.plan.memory import Plan
 from ds_slide.plan.mixtures import mixtures
@@ -103,7 +103,7 @@ class Planner:
         # Inputs that have to leave the GPU come free for the decision.
         tied = request.room.ranks > 1 or case.planned.micro_batches > 1
         spare = Spare(request.room, case.trace.peak_bytes, slide.gpu_memory, tied, case.rates.copy)
-        placed, moved = case.planned.plan, Activations()
+        placed, moved = case.planned.plan, ActivationPlan()
         if request.room.gpu is not None:
             moved = case.inputs.within(spare.inputs_missing(placed), moved)
         spare = replace(spare, needed=spare.needed - moved.moved_bytes)
@@ -189,14 +189,14 @@ class _Case:
 
     def forecast(self) -> Forecast:
         """Return the forecast before the engine decides anything."""
-        activations = self.inputs.unmeasured(Activations(self.checkpointed))
+        activations = self.inputs.unmeasured(ActivationPlan(self.checkpointed))
         trace = self.trace.with_moved(activations.moved_bytes, activations.on_ssd_bytes)
         return self._forecast(self.planned.plan, trace, activations, None)
 
-    def decided(self, plan: Plan, trace: StepTrace, activations: Activations) -> Forecast:
+    def decided(self, plan: Plan, trace: StepTrace, activations: ActivationPlan) -> Forecast:
         return self._forecast(plan, trace, activations, self.forecast())
 
-    def _forecast(self, plan: Plan, trace: StepTrace, activations: Activations, first: Forecast | None) -> Forecast:
+    def _forecast(self, plan: Plan, trace: StepTrace, activations: ActivationPlan, first: Forecast | None) -> Forecast:
         work = self.work(plan, trace)
         return Forecast(
             plan=plan,
@@ -219,7 +219,7 @@ class Steps:
 
     case: _Case
     plain: StepTrace
-    moved: Activations
+    moved: ActivationPlan
 
     def trace(self, kept: Kept) -> StepTrace:
         found = with_kept(self.case.trace, self.plain, kept)

@@ -13,9 +13,9 @@ from ds_slide.compression.codec import (
     CHANGE_DTYPE,
     CHANGE_START,
     GradientCodec,
-    Gradients,
     GradientSpan,
     Masters,
+    ParameterGradients,
     SegmentStep,
     square_sum,
 )
@@ -211,7 +211,7 @@ class Lsp(GradientCodec):
 
     def encode(
         self,
-        gradients: Gradients,
+        gradients: ParameterGradients,
         out: torch.Tensor,
         *,
         accumulate: bool,
@@ -221,7 +221,7 @@ class Lsp(GradientCodec):
         encode = self.encode_in_groups if out.is_cuda else self.encode_one_by_one
         return encode(gradients, out, accumulate=accumulate)
 
-    def encode_in_groups(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+    def encode_in_groups(self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
         """Encode by the GPU kernels, with a few launches for all matrices of a group."""
         from ds_slide.kernels.lsp.grouped_encode import encode_
 
@@ -240,7 +240,7 @@ class Lsp(GradientCodec):
             )
         return total
 
-    def encode_one_by_one(self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+    def encode_one_by_one(self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
         """Encode one matrix at a time, on any device, with the same bits in `out`."""
         total = torch.zeros((), dtype=torch.float64, device=out.device)
         if not accumulate:
@@ -255,7 +255,7 @@ class Lsp(GradientCodec):
             matrix.within(out).add_(compressed.to(self.dtype))
         return total
 
-    def encode_for_ranks(self, gradients: Gradients, out: torch.Tensor) -> torch.Tensor:
+    def encode_for_ranks(self, gradients: ParameterGradients, out: torch.Tensor) -> torch.Tensor:
         whole = self.encoding[: self._whole_bytes].view(self.dtype)
         summed = self.encode(gradients, whole, accumulate=False)
         out.zero_()  # padding of the parts
@@ -266,7 +266,7 @@ class Lsp(GradientCodec):
         torch._foreach_copy_(targets, sources)
         return summed
 
-    def encode_in_place(self, gradients: Gradients) -> list[GradientSpan]:
+    def encode_in_place(self, gradients: ParameterGradients) -> list[GradientSpan]:
         raise NotImplementedError("gradients of outer modules, which are not packed, are not compressed")
 
     def apply(

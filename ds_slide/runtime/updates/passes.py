@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from ds_slide.plan.step_model import Updates, mean_backward_s
+from ds_slide.plan.step_model import UpdateTimes, mean_backward_s
 
 
 class Passes:
@@ -66,7 +66,7 @@ class Passes:
         if self._step_ended is not None and self._backward_began is not None:
             backward = mean_backward_s(time.perf_counter() - self._backward_began, backwards)
             forward = self._backward_began - self._step_ended
-            updates = Updates.measured(taken, forward, reach * backward, in_two=self.two)
+            updates = UpdateTimes.measured(taken, forward, reach * backward, in_two=self.two)
             updates = updates.beside(due, idle_s, in_two=self.did_two)
             self.exceed_forward = updates.exceed_forward
             two |= self._wanted == "auto" and updates.two_passes_pay

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import batches, differences, ds_config, engine_for, llama, states_of, train
 
-from ds_slide.compression.codec import Gradients, GradientSpan, Identity, Masters, SegmentStep
+from ds_slide.compression.codec import GradientSpan, Identity, Masters, ParameterGradients, SegmentStep
 from ds_slide.runtime.core.settings import RuntimeSettings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -25,11 +25,11 @@ class Doubled(Identity):
     """Elements."""
 
     def encode(
-        self, gradients: Gradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
+        self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
     ) -> torch.Tensor | None:
         return super().encode(_doubled(gradients), out, accumulate=accumulate, sums=sums)
 
-    def encode_in_place(self, gradients: Gradients) -> list[GradientSpan]:
+    def encode_in_place(self, gradients: ParameterGradients) -> list[GradientSpan]:
         return super().encode_in_place(_doubled(gradients))
 
     def apply(
@@ -39,7 +39,7 @@ class Doubled(Identity):
         return super().apply(written, span, masters, steps)
 
 
-def _doubled(gradients: Gradients) -> Gradients:
+def _doubled(gradients: ParameterGradients) -> ParameterGradients:
     return [None if gradient is None else 2 * gradient for gradient in gradients]
 
 

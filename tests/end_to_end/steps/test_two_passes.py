@@ -13,7 +13,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import Result, batches, causal_loss, differences, ds_config, engine_for, llama, on_ssd, trained
 
-from ds_slide.plan.step_model import PASS_SHARE, Updates
+from ds_slide.plan.step_model import PASS_SHARE, UpdateTimes
 from ds_slide.runtime.updates import passes
 from ds_slide.runtime.updates.passes import Passes
 
@@ -148,11 +148,11 @@ def test_the_forward_that_is_measured_is_that_of_the_model(monkeypatch: pytest.M
     """DeepSpeed calls the optimizer before each forward as before each backward."""
     forwards, backwards = list[float](), list[int]()
 
-    def measured(_: float, forward_s: float, reach_s: float, **__: bool) -> Updates:
+    def measured(_: float, forward_s: float, reach_s: float, **__: bool) -> UpdateTimes:
         forwards.append(forward_s)
-        return Updates(0.0, forward_s, 0.0, reach_s)
+        return UpdateTimes(0.0, forward_s, 0.0, reach_s)
 
-    monkeypatch.setattr(Updates, "measured", measured)
+    monkeypatch.setattr(UpdateTimes, "measured", measured)
     monkeypatch.setattr(passes, "mean_backward_s", lambda _, count: backwards.append(count) or 0.0)
     model = llama()
     model.model.norm.register_forward_pre_hook(lambda *_: time.sleep(0.05))
@@ -199,7 +199,7 @@ def test_updates_that_are_whole_cannot_have_two() -> None:
 @pytest.mark.parametrize("rule", [{"type": "SGD", "params": {"lr": 1e-3}}, CASES["Adam with L2"][1]["optimizer"]])
 def test_rules_that_have_one_pass_choose_one(rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next choice would take what was measured for two."""
-    monkeypatch.setattr(Updates, "two_passes_pay", True)
+    monkeypatch.setattr(UpdateTimes, "two_passes_pay", True)
     ours = config({"update_passes": "auto"}, {"optimizer": rule, "zero_allow_untested_optimizer": True}, 1)
     with engine_for(llama(), ours) as engine:
         updating = engine.optimizer.runtime.parts.updating
