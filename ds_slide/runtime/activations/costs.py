@@ -207,13 +207,13 @@ class CallTimes:
             kind = self._kind[each.order]
             blocks.setdefault(kind, set()).add(each.order)
             alike.setdefault((kind, each.shape), []).append(each)
+        plain = [[each for each in calls if not each.is_mixed] for calls in alike.values()]
         self._seconds = dict.fromkeys(blocks, 0.0)
         more: dict[Hashable, float] = {}
-        for (kind, shape), calls in alike.items():
-            plain = [each.seconds for each in calls if not each.is_mixed]
+        for ((kind, shape), calls), some in zip(alike.items(), plain, strict=True):
             mixed = [each for each in calls if each.is_mixed]
-            if plain:
-                self._plain_s[kind, shape] = fmean(plain)
+            if some:
+                self._plain_s[kind, shape] = fmean(each.seconds for each in some)
             known = self._plain_s.get((kind, shape))
             seconds = fmean(each.seconds for each in mixed) if known is None else known
             calls_of_block = len(calls) / len(blocks[kind])
@@ -221,15 +221,15 @@ class CallTimes:
             if mixed and known is not None:
                 more[kind] = more.get(kind, 0.0) + calls_of_block * fmean(each.longer_than(known) for each in mixed)
         self._mixing_s |= {kind: max(0.0, seconds) for kind, seconds in more.items()}
-        self._compare_with_host(list(alike.values()))
+        self._compare_with_host(list(alike.values()), plain)
         self._calls.clear()
         self.is_timing = False
 
-    def _compare_with_host(self, alike: Sequence[Sequence[_Call]]) -> None:
-        """Compare the GPU's times with the host's, in calls that keep nothing or all. `alike`: calls of one kind and
-        shape. A mode of the dispatcher slows the host down in mixed calls: 14 B with adapters, which keeps the GPU busy
-        with 4 x 2,048 tokens, seemed to wait for the host (benchmarks/results/2026-11-27_nvidia-h100_lengths_2.md)."""
-        plain = [[each for each in calls if not each.is_mixed] for calls in alike]
+    def _compare_with_host(self, alike: Sequence[Sequence[_Call]], plain: Sequence[Sequence[_Call]]) -> None:
+        """Compare the GPU's times with the host's. `alike`: calls of one kind and shape, for each of them. `plain`: the
+        calls among them that keep nothing or all. A mode of the dispatcher slows the host down in mixed calls: 14 B
+        with adapters, which keeps the GPU busy with 4 x 2,048 tokens, seemed to wait for the host
+        (benchmarks/results/2026-11-27_nvidia-h100_lengths_2.md)."""
         if not any(plain):
             return
         shortest = [min(each.seconds for each in some or calls) for calls, some in zip(alike, plain, strict=True)]

@@ -64,7 +64,8 @@ class _Arrival:
     """The update that may begin when it is held."""
 
     def await_buffer(self) -> None:
-        """Wait until the held gradient's buffer may be written. On the d2h lane."""
+        """Wait until the held gradient's buffer may be written. On the d2h lane: an earlier gradient has come down its
+        stream before this one, and an update completes its future when it has run."""
         self.earlier_arrived.wait()
         self.latest_completed.wait()
 
@@ -428,9 +429,6 @@ class Gradients:
 
     def _accumulate(self, arrival: _Arrival, held: Held, piece: slice, gradient: torch.Tensor) -> int:
         """Add the elements `piece` of a gradient to the held gradient; pieces come in order."""
-        if arrival.first:
-            arrival.earlier_arrived.synchronize()
-            arrival.latest_completed.synchronize()
         with held.sum(first=arrival.first and not piece.start) as total:
             self._updater.accumulate_(total[piece], gradient)
         if arrival.final and piece.stop == total.numel():
