@@ -318,8 +318,8 @@ class SlideRuntime:
         micro-batches the next backward does not wait for the second passes of units whose gradients the GPU adds
         up."""
         updated = [unit for unit in self.units if unit.is_uploaded and unit.trainable]
-        backwards, latest = max(1, self.accumulation.micro_batches), self.parts.context.recorder.latest
-        due = [unit for unit in updated if backwards == 1 or unit.gradient.gpu_sum is None]
+        backwards, latest = self.accumulation.micro_batches, self.parts.context.recorder.latest
+        due = [unit for unit in updated if backwards < 2 or unit.gradient.gpu_sum is None]
         numel = sum(unit.codec.numel for unit in updated)
         self.parts.updating.passes.begin_step(
             backwards=backwards,
@@ -353,6 +353,7 @@ class SlideRuntime:
         self.accumulation.require(Event.DISCARD)
         self.access.take_back(self.units)
         self.parts.updating.speculating.skip_step()
+        self.parts.updating.passes.drop(self.accumulation.micro_batches)
         self.parts.learning.discard()
         self.taking.abandon()
         for unit in self.units:

@@ -33,6 +33,8 @@ class Passes:
         self._update_s = 0.0  # written by the update lane, taken by the compute thread
         self._step_ended: float | None = None
         self._backward_began: float | None = None
+        self._dropped = 0
+        """Backwards since the step before whose gradients no step has applied."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -56,7 +58,7 @@ class Passes:
         idle_s: float = math.inf,
         whole: bool = False,
     ) -> None:
-        """Choose the passes before the step queues its updates. `backwards`: their number since the step before.
+        """Choose the passes before the step queues its updates. `backwards`: the number that the step applies.
         `reach`: the part of a backward until the last unit whose second pass the next backward waits for, and `due`:
         the part of the updates that are of such units. `idle_s`: seconds of the latest step in which the update lane
         had nothing to do. `whole`: updates cannot have two passes this time."""
@@ -64,7 +66,8 @@ class Passes:
             taken, self._update_s = self._update_s, 0.0
         two = self._wanted == 2
         if self._step_ended is not None and self._backward_began is not None:
-            backward = mean_backward_s(time.perf_counter() - self._backward_began, backwards)
+            several = max(1, self._dropped + backwards)
+            backward = mean_backward_s(time.perf_counter() - self._backward_began, several)
             forward = self._backward_began - self._step_ended
             updates = UpdateTimes.measured(taken, forward, reach * backward, in_two=self.two)
             updates = updates.beside(due, idle_s, in_two=self.did_two)
@@ -73,6 +76,10 @@ class Passes:
         self.did_two, self.due, self.may_be_two = self.two, due, self._wanted != 1 and not whole
         self.two = two and self.may_be_two
 
+    def drop(self, backwards: int) -> None:
+        """Note that the gradients of `backwards` backwards are dropped (overflow, `zero_grad`). Their time counts."""
+        self._dropped += backwards
+
     def end_step(self) -> None:
         """Begin to time the next forward: the step has queued its updates."""
-        self._step_ended, self._backward_began = time.perf_counter(), None
+        self._step_ended, self._backward_began, self._dropped = time.perf_counter(), None, 0

@@ -3,6 +3,7 @@ as in one, whoever reads in between."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,28 @@ def test_the_forward_that_is_measured_is_that_of_the_model(monkeypatch: pytest.M
             engine.backward(causal_loss(engine, batch))
             engine.step()
     assert len(forwards) == 2 and 0.05 <= min(forwards) and backwards == [2, 2]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("how", "counts"), [("overflow", [4, 2]), ("zero_grad", [2, 2, 2]), ("zero_grad before a step", [2, 2, 2])]
+)
+def test_backwards_that_no_step_applies_count_where_their_time_does(
+    how: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean is over all backwards since the last step that was applied, each of a second here."""
+    found, now = list[tuple[float, int]](), [0.0]
+    monkeypatch.setattr(passes.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(passes, "mean_backward_s", lambda *of: found.append(of) or 1.0)
+    with engine_for(llama(), config({"update_passes": "auto"}, {"accumulation": 2}, 1)) as engine:
+        for number, batch in enumerate(batches(8)):
+            loss = causal_loss(engine, batch)
+            engine.backward(loss * math.inf if how == "overflow" and number == 3 else loss)
+            now[0] += 1.0
+            if (how, number) in (("zero_grad", 2), ("zero_grad before a step", 3)):
+                engine.optimizer.zero_grad()
+            engine.step()
+    assert found == [(float(count), count) for count in counts]
 
 
 @pytest.mark.parametrize(
