@@ -34,7 +34,7 @@ class SlideAttributeError(SlideError, AttributeError):
 
 
 class DoesNotFit(SlideError):
-    """A plan for which a tier is too small. `needed`, `available`: bytes of it."""
+    """A tier is too small for the plan. `needed`, `available`: bytes of the tier."""
 
     def __init__(self, tier: Literal["gpu", "host", "ssd"], needed: int, available: int, sentence: str) -> None:
         super().__init__(sentence)

@@ -75,7 +75,7 @@ def isa() -> Literal["avx512", "avx2", "portable"]:
 
 
 class UpdateCall(NamedTuple):
-    """One step of a rule over the elements of a unit. Addresses are those of contiguous arrays; 0 is no array."""
+    """One step of a rule over the elements of a unit. Addresses are of contiguous arrays; 0 means no array."""
 
     rule: str
     """The name of the rule's kernels in csrc/update/types.hpp."""
@@ -208,7 +208,7 @@ def page_sums(workers: Workers, address: int, nbytes: int, sums_ptr: int, isa: S
 
 
 def first_wrong_page(workers: Workers, address: int, nbytes: int, sums_ptr: int, isa: SumIsa = "auto") -> int | None:
-    """The first page whose CRC32C is not that at ``sums_ptr``. A sum of 0 is one that is not known: it agrees with any
+    """The first page whose CRC32C is not that at ``sums_ptr``. A sum of 0 is not known: it agrees with any
     page."""
     isa_ = _number_of("isa", _SUM_ISAS, isa)
     found = checked(_first_wrong_page(workers._handle, address, nbytes, sums_ptr, isa_))

@@ -137,7 +137,7 @@ class IoEngine:
         the time with at least one in flight; ``latency_s``, the mean of a request at the device. Now: ``burst_bytes``
         and ``depth`` (what was measured to be best, or given), ``in_flight`` (requests), ``unfinished`` (transfers),
         ``registered_buffers``, ``registered_bytes``, ``registered_files``, ``direct_files``, ``buffered_files``,
-        ``backend`` and ``skipped_backends`` (those that "auto" could not use, and why)."""
+        ``backend`` and ``skipped_backends`` (which "auto" could not use, and why)."""
         counts, seconds = (ctypes.c_int64 * len(_COUNTS))(), (ctypes.c_double * len(_SECONDS))()
         checked(_io_stats(self._handle, counts, seconds))
         return {

@@ -202,7 +202,7 @@ class Planned:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Planned:
-        """Plan a contiguous tensor that is a small part of a large storage, of which torch.save would write all."""
+        """Plan a contiguous tensor that is a small part of its storage: torch.save would write the whole storage."""
         flat = tensor.detach().reshape(-1)
         return cls(flat.numel(), flat.dtype, lambda start, stop: flat[start:stop], tuple(tensor.shape))
 

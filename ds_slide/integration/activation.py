@@ -177,7 +177,7 @@ def _hooks_of(engine: Any) -> list[Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The contexts in which the other wrapped methods run. An engine without the key has none.
+# The other wrapped methods run in these contexts. An engine without the key has none.
 
 
 @contextmanager

@@ -97,8 +97,8 @@ def find_carried(root: nn.Module) -> dict[nn.Module, list[Carried]]:
 
 
 def packed_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield all packed buffers, and all tensors beside packed parameters. Those that do not move with a block have to
-    be where the model computes."""
+    """Yield all packed buffers, and all tensors beside packed parameters. Tensors that do not move with a block have
+    to be where the model computes."""
     for module in root.modules():
         for _, buffer in _packed_buffers(module):
             yield buffer

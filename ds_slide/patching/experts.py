@@ -219,7 +219,7 @@ class _Call:
         after = None
         if factors and self.implementation == "grouped_mm" and not rows.is_cuda:
             # It sorts the rows once more. On a CPU with AVX-512 that sort exchanges equal numbers, and gradients of
-            # weights would be sums in another order than those of the whole module.
+            # weights would be sums in another order than in the whole module.
             after = torch.sort(index)[1]
             rows = rows[after.argsort()]
         result: torch.Tensor = self.function(here, rows, index[:, None], ones)

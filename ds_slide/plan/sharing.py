@@ -235,14 +235,14 @@ def _completed(
         return slots.most(left - each.nbytes, moved.streamed, choice.slots)
 
     def seconds(step: Step, each: _Sums, count: int) -> float:
-        """Return the seconds of `step` then, with additions for which the GPU takes no time."""
+        """Return the seconds of `step` then, if additions on the GPU take no time."""
         return _choice(replace(offer, step=step), moved, choice.filling, count, replace(each, added=0.0)).seconds
 
     if seconds(offer.step, every, most(_NO_SUMS)) > least:  # with all slots and all sums that would fit alone
         return []
 
     def enough(step: Step) -> int:
-        """Return the place of the fewest sums with which something else takes longest in `step`."""
+        """Return the place of the fewest sums at which something else takes longest in `step`."""
         return bisect_left(
             fitting, True, key=lambda each: seconds(step, each, most(each)) <= seconds(step, every, most(each))
         )

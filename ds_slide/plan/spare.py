@@ -110,7 +110,7 @@ class Measured:
 
 def fixed_bytes(points: Iterable[tuple[Shape, int]], most: int) -> int:
     """Return the bytes that a batch takes with any number of tokens, from the bytes of two batches: at most `most`, and
-    0 where the batches tell nothing. The tokens of one are at least 1.25 times those of the other."""
+    0 where the batches tell nothing. One of them has at least 1.25 times the tokens of the other."""
     ordered = sorted(points, key=lambda each: each[0].tokens)
     if not ordered or ordered[-1][0].tokens < 1.25 * ordered[0][0].tokens:
         return 0

@@ -9,7 +9,7 @@ The states of a unit have three parts. Each part is in one tier, independent of 
 `ds_slide.store.in_memory` and `ds_slide.store.ssd.unit` implement them. A lease is asynchronous, because states on SSD
 have to be read first. The part tells the lease at once, or from the thread that has completed the read.
 
-The classes are bases with the methods of states in memory, most of which have nothing to do.
+The classes are bases with the methods of states in memory. Most of these methods have nothing to do.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ AMOUNTS = _Amounts()
 @dataclass
 class _Rounds:
     """Rounds of a measurement. A `for` loop over them does the work, and each body of it is timed until `device` has
-    done the work. There are `AMOUNTS.rounds` of them after one that warms up, or as many as fill `least_s`."""
+    done the work. The first round warms up. `AMOUNTS.rounds` more follow, or rounds until `least_s` have passed."""
 
     device: torch.device
     least_s: float | None

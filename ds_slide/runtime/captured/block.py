@@ -7,7 +7,7 @@ The hooks of the block itself are called as always; only its `forward` is replac
     backward    copies the gradient of the results, replays, and puts the gradients of weights into `parameter.grad`.
                 Where autograd would do more with them (hooks, `torch.autograd.grad`), it gets copies
 
-The results are those of the operators as they are written, to the bit: a recording launches the same kernels.
+The results have the bits of the operators as they are written: a recording launches the same kernels.
 A call that differs from the recorded one runs as it is written. The first call and its backward are recorded. A
 backward that cannot be recorded, or that gets the gradients of other results, runs through the recorded graph. Where
 neither can come, this graph goes, and its saved tensors leave their memory to recordings of other shapes (`release`).
@@ -246,7 +246,7 @@ class CapturedBlock:
         pattern: Sequence[bool],
         places: Sequence[torch.Tensor],
     ) -> Sequence[torch.Tensor | None]:
-        """Return the gradients `found` by a replay, or those of the operators where they differ."""
+        """Return the gradients `found` by a replay, or the operators' gradients where they differ."""
         recording.compares, again = False, recording.again
         assert again is not None
 
@@ -477,7 +477,7 @@ class CapturedBlock:
     def _give(
         self, weights: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], receivers: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """Put gradients into `parameter.grad`. -> copies of those that autograd is to give."""
+        """Put gradients into `parameter.grad`. -> copies of the gradients that autograd is to give."""
         direct, rest = [], []
         with AS_THEY_ARE():
             for weight, gradient, receiver in zip(weights, gradients, receivers, strict=True):

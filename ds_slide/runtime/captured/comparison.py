@@ -40,8 +40,8 @@ def _in_free_memory() -> Iterator[None]:
 
 
 def differ(found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]) -> bool:
-    """Whether tensors of a replay are not those of the operators, beyond rounding. False where there is no memory to
-    compare them. Waits for the device."""
+    """Whether tensors of a replay differ from the operators' tensors by more than rounding. False where there is no
+    memory to compare them. Waits for the device."""
     is_other = False
     with _in_free_memory():
         is_other = _differ(found, expected)

@@ -277,7 +277,7 @@ class Lent:
         self._given: Sequence[tuple[nn.Parameter, torch.Tensor]] = ()
 
     def give(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients to those of parameters."""
+        """Add gradients to the gradients that parameters have."""
         self._given = given = []  # at once: an addition may find no memory
         with AS_THEY_ARE():
             for parameter, gradient in gradients:

@@ -110,8 +110,8 @@ class MatrixUpdates:
         return self._host.updater
 
     def run(self, span: UpdateSpan, step: UpdateStep, part: Part = "whole", way_back: WayBack | None = None) -> int:
-        """Begin to update the elements of `span`, of which Muon takes whole units only. -> bytes moved. Called by the
-        update lane."""
+        """Begin to update the elements of `span`, which is a whole unit for Muon. -> bytes moved. Called by the update
+        lane."""
         if not takes_matrices(step.segments):
             return self._host.run(span, step, part, way_back)
         assert part == "whole" and way_back is None

@@ -47,7 +47,7 @@ class Times:
 
     @property
     def look_s(self) -> float:
-        """Time between two checks, of which at least 20 are within the limit."""
+        """Seconds between two checks. At least 20 checks are within the limit."""
         return min(5.0, self.limit_s / 20)
 
     @property
