@@ -16,17 +16,23 @@ from ds_slide.runtime.captured.shapes import STEADY
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
 STEPS = LOOKS[-1] + 2 + STEADY + 1
-SCHEDULES: dict[str, Any] = {"clipping": {"clip": 1.0}, "immediate": {"clip": 0.0}, "accumulation": {"accumulation": 2}}
+SCHEDULES: dict[str, Any] = {
+    "clipping": {"clip": 1.0},
+    "immediate": {"clip": 0.0},
+    "accumulation": {"accumulation": 2},
+    "streamed": {"clip": 0.0},
+}
+"""Blocks that stream are recomputed; those that draw random numbers are not recorded then."""
 
 
 def main(rank: int, folder: Path) -> None:
-    slide = {"window": 2, "cpu_threads": 1, "gpu_memory": "1GiB", "gpu_states": "1GiB"}
     with two_ranks.as_rank(rank, folder) as seen:
         for name, schedule in SCHEDULES.items():
-            count = schedule.get("accumulation", 1)
+            count, streams = schedule.get("accumulation", 1), name == "streamed"
+            slide = {"window": 2, "cpu_threads": 1, "gpu_memory": "1GiB", "gpu_states": 0 if streams else "1GiB"}
             for wanted in (False, True):
                 torch.manual_seed(3)
-                model = llama(attention_dropout=0.1, attn_implementation="eager")
+                model = llama(attention_dropout=0.0 if streams else 0.1, attn_implementation="eager")
                 with engine_for(model, ds_config({**slide, "captured_blocks": wanted}, **schedule)) as engine:
                     result = train(engine, batches(STEPS * count, seed=rank + 1))
                     replayed = engine.optimizer.slide_stats()["activations"]["replayed"]

@@ -250,7 +250,9 @@ class Activations:
             result = self._keep(call, MixedCall(one))
         else:
             kept.append(0)
-            again = None if self._moves(call) else self.captures.recomputed(call)
+            moves = self._moves(call)
+            # A recorded block is recomputed up to its end; another rank's checkpoint may end before a collective.
+            again = None if moves or not self.costs.is_alone(order) else self.captures.recomputed(call)
             result = self._recompute(call) if again is None else again.run(call)
             if again is not None and again.watched is not None:
                 self._notice_change(call, again.watched)

@@ -113,6 +113,11 @@ class BlockCosts:
                 found.append(Keepable(order, calls * int(measured.saved.at(shape)), seconds, mixed, mixing_s))
         return found
 
+    def is_alone(self, order: int) -> bool:
+        """Whether the block has been measured, and no other rank takes part in it."""
+        measured = self._measured.get(self._kind[order])
+        return measured is not None and measured.alone
+
     def call_bytes(self, order: int, shape: Shape) -> int:
         """Return the bytes of the saved tensors of one call of a block that has been measured."""
         return int(self._measured[self._kind[order]].saved.at(shape))

@@ -120,21 +120,25 @@ class CountedCall:
             squares=Measured(self._shape, square + given_square, square + given_square),
             mixtures=mixtures(runs, nbytes),
             again=min(1.0, sum(run.work for run in runs) / work) if ends_early and work else 1.0,
-            alone=not costs.has_collective,
+            alone=not (costs.has_collective or self._forward.has_collective),  # a recomputation may end before it
         )
 
 
 class Working(OperatorMode):
-    """Adds up the work of the operators that make something."""
+    """Adds up the work of the operators that make something, and learns whether one is a collective."""
 
     def __init__(self) -> None:
         super().__init__()
         self.work = 0.0
+        self.has_collective = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = function(*args, **kwargs)
-        if isinstance(function, torch._ops.OpOverload) and new_bytes(args, kwargs, made):
+        if not isinstance(function, torch._ops.OpOverload):
+            return made
+        self.has_collective |= function.namespace in COLLECTIVES
+        if new_bytes(args, kwargs, made):
             self.work += _run_of(function, 0, args, kwargs, made).work
         return made
 

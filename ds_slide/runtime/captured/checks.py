@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ds_slide.runtime.activations.kept_calls import OperatorMode
+from ds_slide.runtime.activations.measuring import COLLECTIVES
 from ds_slide.runtime.activations.state_places import globals_of_random
 from ds_slide.runtime.captured.inputs import NotRecordable
 from ds_slide.runtime.core.context import AS_THEY_ARE
@@ -147,8 +148,10 @@ class NoCommunication(OperatorMode):
     """Raises NotRecordable where an operator communicates with other ranks."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in function.namespace:
+        if function.namespace in COLLECTIVES:
             raise NotRecordable("it communicates with other ranks")
+        if any(each.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in types):
+            return NotImplemented  # a distributed tensor, for example: the operators that it runs come here
         return function(*args, **(kwargs or {}))
 
 

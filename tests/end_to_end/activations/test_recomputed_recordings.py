@@ -3,6 +3,7 @@ the bits of blocks that are recomputed by operators."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,45 @@ def plain(name: str) -> Any:
         if isinstance(each, torch.nn.Dropout):
             each.p = 0.0
     return model
+
+
+def test_blocks_that_communicate_are_not_recorded_beside_others(
+    replays: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint ends before the collective at a block's end. On a rank that records, it would run once more."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    all_reduce, counts = torch.distributed.all_reduce, [0]
+
+    def counted(*given: Any, **options: Any) -> Any:
+        counts[-1] += 1
+        return all_reduce(*given, **options)
+
+    class Talking(LlamaMLP):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            result = super().forward(hidden)
+            torch.distributed.all_reduce(result.detach().clone())
+            return result
+
+    def build() -> Any:
+        model: Any = llama()
+        sizes = copy.copy(model.config)
+        sizes.intermediate_size = 160
+        for layer in layers_of(model)[1::2]:
+            layer.mlp = Talking(sizes)
+        return model
+
+    def training(engine: Any) -> Result:
+        monkeypatch.setattr(torch.distributed, "all_reduce", counted)
+        result = train(engine, batches(STEPS + 2))
+        counts.append(0)
+        assert bool(replays) == bool(captures_of(engine).recorded)
+        return result
+
+    expected, result = both(training, build, slide=STREAMED)
+    assert differences(result, expected) == []
+    assert replays
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("window", [2, 3, "auto"])

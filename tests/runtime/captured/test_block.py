@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.sequence.layer import register_all_to_all_group
 from torch import nn
 
 from ds_slide.runtime.activations.block_state import BlockState
@@ -77,6 +78,32 @@ class Talks(Block):
 class TalksInBackward(Block):
     def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> Any:  # type: ignore[override]
         return _Talking.apply(super().forward(hidden, scale))
+
+
+class TalksByDeepSpeed(Block):
+    """Its exchange is an operator of its own."""
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> Any:  # type: ignore[override]
+        name = register_all_to_all_group(dist.group.WORLD)
+        hidden = torch.ops.deepspeed.dim_zero_all_to_all(hidden, name)
+        TALKS.append(1)
+        return super().forward(hidden, scale)
+
+
+class TalksInTensor(Block):
+    """As with a distributed tensor, an operator of a tensor's class communicates."""
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(hidden, scale) + torch.Tensor._make_subclass(_TalkingTensor, torch.zeros(())).neg()
+
+
+class _TalkingTensor(torch.Tensor):
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, _function: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> torch.Tensor:
+        talk()
+        return torch.zeros(())
 
 
 class _Talking(torch.autograd.Function):
@@ -201,7 +228,7 @@ def test_hooks_of_weights_are_called(when: str) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("kind", [Talks, TalksInBackward])
+@pytest.mark.parametrize("kind", [Talks, TalksInBackward, TalksByDeepSpeed, TalksInTensor])
 def test_a_block_whose_ranks_communicate_is_not_replayed(kind: type[Block]) -> None:
     """Another rank may not replay at that moment: each call has to communicate as often as the operators do."""
     captured = Captured(kind, memory=Memory(Device(torch.device("cpu")), None, several_ranks=True))
