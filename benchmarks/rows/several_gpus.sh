@@ -13,6 +13,7 @@
 # pairs        012 + 3  340 s      `four` with 20 steps on GPU 0 and on GPUs 1,2, and the longest sequence of GPU 3 (40 GiB of it), side by side, 16 cores a rank
 # pairs_rest   012      180 s      `rest` with 20 steps on GPU 0 and on GPUs 1,2
 # small        01, 0    330 s      3 B, 1 x 2048 x 4, with and without recordings, one length and twelve: on two GPUs, then on one with half of the cores
+# small3       01 + 2   220 s     the two parts of `small` side by side, 16 cores a rank
 # stock        0123      90 s      3 B stock 8x2048 c1, 10 steps (compiles cpu_adam if `warm` has not)
 # one, two     0 / 12    150 s     the two parts of `pairs` by themselves, 16 cores a rank
 # images       0123      45 s      Qwen2.5-VL-3B, images on ranks 0 and 1, 20 steps
@@ -79,6 +80,7 @@ four() { plan 480 110 0,1,2,3 "$(part 0 4)" 29601 four four; }
 rest() { plan 285 110 0,1,2,3 "$(part 0 4)" 29601 rest four-rest; }
 stock() { plan 110 100 0,1,2,3 "$(part 0 4)" 29602 stock four-stock; }
 small() { plan 240 110 0,1 "$(part 0 4)" 29607 small recorded; plan 200 110 0 "$(part 0 2)" 29608 small-one recorded; }
+small3() { plan 240 110 0,1 "$(part 0 2)" 29607 small recorded & local a=$!; plan 240 110 2 "$(part 2 3)" 29608 small-one recorded & wait "$a" $!; }
 images() { plan 80 70 0,1,2,3 "$(part 0 4)" 29603 images images; }
 large7() { plan 100 90 0,1,2,3 "$(part 0 4)" 29604 large7 large-7b; }
 large14() { plan 140 130 0,1,2,3 "$(part 0 4)" 29605 large14 large-14b; }
