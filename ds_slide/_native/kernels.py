@@ -208,8 +208,8 @@ def page_sums(workers: Workers, address: int, nbytes: int, sums_ptr: int, isa: S
 
 
 def first_wrong_page(workers: Workers, address: int, nbytes: int, sums_ptr: int, isa: SumIsa = "auto") -> int | None:
-    """The first page whose CRC32C is not that at ``sums_ptr``. A sum of 0 is not known: it agrees with any
-    page."""
+    """The first page whose CRC32C is not that at ``sums_ptr``. A sum of 0 is not known: it agrees with
+    any page."""
     isa_ = _number_of("isa", _SUM_ISAS, isa)
     found = checked(_first_wrong_page(workers._handle, address, nbytes, sums_ptr, isa_))
     return found - 1 if found else None

@@ -100,8 +100,9 @@ def new_handle(kind: str) -> ctypes.c_void_p:
     """Return the place of a pointer to an object of C++. A constructor in C++ writes the pointer there.
 
     The object is deleted with the last reference to its place, by a capsule. A `__del__` would be too early: the
-    garbage collector calls `__del__` of all objects of a cycle before it frees any, and an engine's still uses
-    its buffers. An interrupt between the call of C++ and an assignment loses nothing. `kind`: as in slide_`kind`_drop.
+    garbage collector calls `__del__` of all objects of a cycle before it frees any, and an engine's `__del__` still
+    uses its buffers. An interrupt between the call of C++ and an assignment loses nothing. `kind`: as in
+    slide_`kind`_drop.
     """
     cell = _cell_new()
     if cell is None:

@@ -103,8 +103,8 @@ class BlockCosts:
             return []
         found = []
         for order in self.orders - self._saves_nothing:
-            measured = self._measured.get(self._kind[order])
-            if measured is not None and measured.alone:
+            if self.is_alone(order):
+                measured = self._measured[self._kind[order]]
                 calls = self.expected_calls(order)
                 mixtures = measured.mixtures if self._mixes else ()
                 mixed = tuple(each.times(calls * measured.saved.growth(shape)) for each in mixtures)

@@ -124,7 +124,7 @@ class Memory:
 
     def __init__(self, device: Device, stream: Any, *, several_ranks: bool = False) -> None:
         """`stream`: of all recordings. Libraries keep a workspace for it, in the memory of the first one.
-        `several_ranks`: gradients may be kept until after the next block's backward."""
+        `several_ranks`: gradients may be kept until after the next block's backward, and blocks may communicate."""
         self.device = device
         self.stream = stream
         self.several_ranks = several_ranks

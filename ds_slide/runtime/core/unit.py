@@ -447,7 +447,7 @@ class CarriedTensor:
         for place in (self._bound, self.home):
             if place.data_ptr() != new.data_ptr():
                 place.copy_(new)
-        self.tensor.data, self.version = self._bound, self.tensor._version
+        self.bind(self._bound)
 
     def point_to(self, memory: torch.Tensor) -> None:
         """Give it this memory. A write that has not been noticed yet stays one."""
