@@ -16,6 +16,8 @@ from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.compiler import is_dynamo_compiling
 
+from ds_slide.runtime.core.compiled_code import is_compiled, uncompiled
+
 
 class _Parameters(ZeROOrderedDict):
     """The parameters of one module."""
@@ -46,15 +48,21 @@ class ExternalParameters:
         self._dictionaries: list[_Parameters] = []
         self._step = -1
         """The step in which the modules were visited: a script may add modules."""
+        self._has_compiled = False
+        """Whether the script has asked `torch.compile` for a module, up to that visit."""
         engine.optimizer.protocol.external = weakref.ref(self)
-        engine._forward_prologue = self.before
-        engine._forward_epilogue = self.after
+        # `engine.compile()` compiles the engine's forward, which calls both. Dynamo would compile `before` again in
+        # each step, whose number it reads: 10 s a step for 36 blocks, in the first 8 steps.
+        engine._forward_prologue = uncompiled(self.before)
+        engine._forward_epilogue = uncompiled(self.after)
 
     def before(self, inputs: Any, kwargs: Any) -> Any:
         """Begin a forward: parameters that are absent are gathered when they are read."""
         engine: Any = self._engine()
         if engine.global_steps != self._step:
             self._step = engine.global_steps
+            # All modules: the engine is one, too.
+            self._has_compiled = any(map(is_compiled, engine.modules()))
             self._dictionaries = [_dictionary_of(module) for module in engine.module.modules()]
             self.watch_reads(not engine.optimizer.protocol.all_stay)
         for each in self._dictionaries:
@@ -64,8 +72,11 @@ class ExternalParameters:
 
     def watch_reads(self, wanted: bool) -> None:
         """Gather absent parameters that are read, or not: because there are none."""
+        # The class is a guard of compiled code, which makes no call of Python here anyhow. Another class would compile
+        # all blocks once more, when the last of them comes to stay on the GPU.
+        kind = _Parameters if wanted or self._has_compiled else _Present
         for each in self._dictionaries:
-            each.__class__ = _Parameters if wanted else _Present
+            each.__class__ = kind
 
     def after(self) -> None:
         """End a forward."""

@@ -13,9 +13,11 @@ from compiled import FP32, STEPS, WAYS, Counting, Net, losses, losses_of, no_com
 from harness import batches, ds_config, engine_for, llama, train
 from packaging.version import Version
 from torch import nn
+from torch._dynamo.utils import counters
 
 from ds_slide.runtime.activations.costs import CallTimes
 from ds_slide.runtime.core.compiled_code import uncompiled
+from ds_slide.runtime.memory.tier_moves import move
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -90,6 +92,30 @@ def test_a_block_in_another_slot_is_not_compiled_again() -> None:
         losses(engine, tokens(STEPS))
     assert len(places) == 2
     assert backend.blocks == 1
+
+
+@pytest.mark.parametrize("way", ["engine", "layers"])
+def test_nothing_is_compiled_after_the_first_step(way: str) -> None:
+    """Neither in a later step, nor where all weights come to stay on the GPU. Each step compiled what the engine does
+    before a forward, which took 10 s for 3 B."""
+    with no_compilation_after(), engine_for(Net(), ds_config({"window": 2, "gpu_states": 0}, **FP32)) as engine:
+        WAYS[way](engine, "aot_eager")
+        losses(engine, tokens(1))
+        counters.clear()
+        losses(engine, tokens(2))
+        runtime = engine.optimizer.runtime
+        assert move(runtime, frozenset(unit.order for unit in runtime.units))
+        losses(engine, tokens(2))
+        assert not counters["frames"]
+
+
+def test_the_first_step_of_transformers_compiles_alone() -> None:
+    with no_compilation_after(), engine_for(llama(), ds_config({"window": 2}, **FP32)) as engine:
+        engine.compile(backend="aot_eager")
+        train(engine, batches(1))
+        counters.clear()
+        train(engine, batches(3))
+        assert not counters["frames"]
 
 
 def adapted() -> nn.Module:
