@@ -1,17 +1,20 @@
 """What the time of a step goes to: kernels by what launched them, and the GPU's idle time by what the host did then.
 
     python3 benchmarks/step_causes.py --system slide --model qwen2.5-3b --batch 1 --grad-accum 8 --warmup 14
+    deepspeed --num_gpus 2 benchmarks/step_causes.py --system slide --model qwen2.5-3b --batch 1 --grad-accum 4
 
 Takes the options of `step.py`. It profiles two steps after the warm-up with torch.profiler, and prints milliseconds a
-step:
+step, of rank 0:
 
     host      what the threads that compute did, one after the other
-    kernels   of the GPU, by what the host did when it launched them. Copies from and to host memory do not count
-    idle      the GPU had no kernel to run, and the host did this until it launched the next one
+    kernels   of the GPU, by what the host did when it launched them. Left out are copies from and to host memory, and
+              streams on which collectives run
+    idle      the GPU had no such kernel to run, and the host did this until it launched the next one
 
 "launched before" is idle time in which the next kernel was on its way already: start of a graph, waits for other
-streams. The profiler makes the host slower, by some 10 us for each range and 1 to 2 us for each operator. So the step
-takes longer, and the idle time of short parts is too large. Without a GPU only the host's column is filled.
+streams. Several ranks get a second table, of the streams of collectives. The profiler makes the host slower, by some 10
+us for each range and 1 to 2 us for each operator. So the step takes longer, and the idle time of short parts is too
+large. Without a GPU only the host's column is filled.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import bisect
 import functools
 import json
+import os
 import statistics
 import tempfile
 from collections import defaultdict
@@ -73,13 +77,13 @@ def after(owner: Any, name: str, cause: Callable[..., str]) -> None:
 
 def name_causes() -> None:
     """Name what DS-Slide does. Inner ranges count for themselves."""
-    from ds_slide.runtime.captured.block import CapturedBlock, _Recording
+    from ds_slide.runtime.captured.block import CapturedBlock, Recording
     from ds_slide.runtime.captured.graphs import Graph, Lent
     from ds_slide.runtime.engine import SlideRuntime
     from ds_slide.runtime.gradients.taking import Taking
 
     around(Graph, "replay", "blocks, replayed")
-    around(_Recording, "fill", "copies of inputs of recordings")
+    around(Recording, "fill", "copies of inputs of recordings")
     around(CapturedBlock, "results", "copies of results of recordings")
     around(CapturedBlock, "backward", "copies of gradients of recordings")
     around(CapturedBlock, "_forward", "calls of recordings")
@@ -178,8 +182,8 @@ def rows_of(events: Sequence[dict[str, Any]]) -> dict[str, Row]:
         for each in complete
         if each.get("cat") in CALLS and "correlation" in each.get("args", {})
     }
-    busy_until = whole.start
-    for each in sorted((each for each in complete if _computes(each)), key=lambda each: each["ts"]):
+    busy_until, aside = whole.start, _streams_of_collectives(complete)
+    for each in sorted((each for each in complete if _computes(each, aside)), key=lambda each: each["ts"]):
         launch, start, end = launches.get(each["args"].get("correlation")), each["ts"], each["ts"] + each["dur"]
         row = rows[UNKNOWN if launch is None else causes.at(launch)]
         row.kernels += each["dur"]
@@ -193,8 +197,63 @@ def rows_of(events: Sequence[dict[str, Any]]) -> dict[str, Row]:
     return dict(rows)
 
 
-def _computes(event: dict[str, Any]) -> bool:
-    return event.get("cat") in KERNELS and not any(way in event["name"] for way in ("HtoD", "DtoH"))
+def _computes(event: dict[str, Any], aside: set[Any]) -> bool:
+    is_kernel = event.get("cat") in KERNELS and not any(way in event["name"] for way in ("HtoD", "DtoH"))
+    return is_kernel and event["args"].get("stream") not in aside
+
+
+def _streams_of_collectives(complete: Sequence[dict[str, Any]]) -> set[Any]:
+    return {
+        each["args"]["stream"]
+        for each in complete
+        if each.get("cat") in KERNELS and "nccl" in each["name"].lower() and "stream" in each["args"]
+    }
+
+
+@dataclass
+class Collectives:
+    """Kernels of one name, in microseconds of all steps. `beside`: while a kernel of the computation ran."""
+
+    count: int = 0
+    total: float = 0.0
+    beside: float = 0.0
+
+
+def collectives_of(events: Sequence[dict[str, Any]]) -> dict[str, Collectives]:
+    """Return the kernels on the streams of collectives by name, from the events of a trace."""
+    complete = [each for each in events if each.get("ph") == "X"]
+    aside, found = _streams_of_collectives(complete), defaultdict[str, Collectives](Collectives)
+    busy = _joined(Span(each["ts"], each["ts"] + each["dur"]) for each in complete if _computes(each, aside))
+    starts = [each.start for each in busy]
+    for each in complete:
+        if each.get("cat") in KERNELS and each["args"].get("stream") in aside:
+            start, end = each["ts"], each["ts"] + each["dur"]
+            row = found[each["name"].split("(")[0].split("<")[0]]
+            row.count += 1
+            row.total += end - start
+            for span in busy[max(0, bisect.bisect_right(starts, start) - 1) : bisect.bisect_left(starts, end)]:
+                row.beside += max(0.0, min(span.end, end) - max(span.start, start))
+    return dict(found)
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Return the times that the spans cover, in order."""
+    joined: list[Span] = []
+    for each in sorted(spans, key=lambda each: each.start):
+        if joined and each.start <= joined[-1].end:
+            joined[-1] = replace(joined[-1], end=max(joined[-1].end, each.end))
+        else:
+            joined.append(each)
+    return joined
+
+
+def table_of_collectives(rows: dict[str, Collectives], steps: int) -> str:
+    lines = ["| ms a step | kernels | beside the computation | number |", "| --- | --- | --- | --- |"]
+    for name, row in sorted(rows.items(), key=lambda each: -each[1].total):
+        lines.append(
+            f"| {name} | {row.total / steps / 1e3:.2f} | {row.beside / steps / 1e3:.2f} | {row.count // steps} |"
+        )
+    return "\n".join(lines)
 
 
 def table(rows: dict[str, Row], steps: int) -> str:
@@ -210,12 +269,22 @@ def table(rows: dict[str, Row], steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     settings.add_arguments(parser)
-    setting = settings.from_arguments(parser.parse_args())
+    parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
+    arguments = parser.parse_args()
+    local_rank = arguments.__dict__.pop("local_rank")
+    setting = settings.from_arguments(arguments)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        step.begin_rank(local_rank)
     if setting.system == "slide":
         name_causes()
     trainer, run, log = step.warmed_up(setting)
     on_gpu = step.accelerator_device().type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    if local_rank:
+        run(STEPS)
+        trainer.close()
+        return
     with profile(activities=kinds) as profiler, record_function(WHOLE):
         run(STEPS)
     with tempfile.TemporaryDirectory() as folder:
@@ -224,6 +293,8 @@ def main() -> None:
         events = json.loads(path.read_text())["traceEvents"]
     steady = statistics.median(log.step_s[setting.warmup // 2 : setting.warmup])
     print(f"{setting.command()}\n{steady:.3f} s a step before the profiler\n{table(rows_of(events), STEPS)}")
+    if ranks > 1:
+        print(f"\n{table_of_collectives(collectives_of(events), STEPS)}")
     print(json.dumps(trainer.stats().get("activations", {})))
     trainer.close()
 

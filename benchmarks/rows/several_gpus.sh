@@ -14,6 +14,7 @@
 # pairs_rest   012      180 s      `rest` with 20 steps on GPU 0 and on GPUs 1,2
 # small        01, 0    330 s      3 B, 1 x 2048 x 4, with and without recordings, one length and twelve: on two GPUs, then on one with half of the cores
 # small3       01 + 2   220 s     the two parts of `small` side by side, 16 cores a rank
+# causes       01       100 s     what a step of `small` goes to, with the kernels of collectives: causes.log
 # stock        0123      90 s      3 B stock 8x2048 c1, 10 steps (compiles cpu_adam if `warm` has not)
 # one, two     0 / 12    150 s     the two parts of `pairs` by themselves, 16 cores a rank
 # images       0123      45 s      Qwen2.5-VL-3B, images on ranks 0 and 1, 20 steps
@@ -81,6 +82,11 @@ rest() { plan 285 110 0,1,2,3 "$(part 0 4)" 29601 rest four-rest; }
 stock() { plan 110 100 0,1,2,3 "$(part 0 4)" 29602 stock four-stock; }
 small() { plan 240 110 0,1 "$(part 0 4)" 29607 small recorded; plan 200 110 0 "$(part 0 2)" 29608 small-one recorded; }
 small3() { plan 240 110 0,1 "$(part 0 2)" 29607 small recorded & local a=$!; plan 240 110 2 "$(part 2 3)" 29608 small-one recorded & wait "$a" $!; }
+causes() {
+  local setting=(--model qwen2.5-3b --seq 2048 --warmup 14); [ "$TINY" ] && setting=(--model tiny --seq 64 --warmup 3)
+  launch "$(left)" 0,1 "$(part 0 2)" 29609 causes benchmarks/step_causes.py --system slide --clip 1.0 --batch 1 --grad-accum 4 "${setting[@]}"
+  grep -a '^|' "$WORK/causes.log"
+}
 images() { plan 80 70 0,1,2,3 "$(part 0 4)" 29603 images images; }
 large7() { plan 100 90 0,1,2,3 "$(part 0 4)" 29604 large7 large-7b; }
 large14() { plan 140 130 0,1,2,3 "$(part 0 4)" 29605 large14 large-14b; }

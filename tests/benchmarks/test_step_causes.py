@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from step_causes import AHEAD, FROM_HERE, RANGE, SCRIPT, UNKNOWN, WHOLE, Row, rows_of, table
+import step_causes
+from step_causes import (
+    AHEAD,
+    FROM_HERE,
+    RANGE,
+    SCRIPT,
+    UNKNOWN,
+    WHOLE,
+    Collectives,
+    Row,
+    collectives_of,
+    rows_of,
+    table,
+    table_of_collectives,
+)
 
 
 def event(category: str, name: str, start: float, duration: float, correlation: int | None = None) -> dict[str, Any]:
@@ -64,3 +81,37 @@ def test_the_table_has_a_row_for_each_cause() -> None:
 def test_a_trace_without_the_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="unpack"):
         rows_of(TRACE[2:])
+
+
+def on_stream(stream: int, name: str, start: float, duration: float) -> dict[str, Any]:
+    made = event("kernel", name, start, duration, 1)
+    return made | {"args": made["args"] | {"stream": stream}}
+
+
+def test_collectives_are_counted_apart() -> None:
+    """With what else their stream runs, and with the time in which the computation has a kernel, too."""
+    trace = [
+        *TRACE[:2],
+        event("cuda_runtime", "cudaLaunchKernel", 5, 1, 1),
+        on_stream(7, "matrix", 10, 20),
+        on_stream(7, "another", 25, 15),  # until 40
+        on_stream(7, "matrix", 60, 10),
+        on_stream(9, "divide<float>(int)", 8, 4),  # 2 beside
+        on_stream(9, "ncclDevKernel_ReduceScatter", 12, 50),  # 28 and 2 beside
+        on_stream(9, "divide<half>(int)", 80, 3),
+    ]
+    assert collectives_of(trace) == {
+        "divide": Collectives(2, 7, 2),
+        "ncclDevKernel_ReduceScatter": Collectives(1, 50, 30),
+    }
+    assert rows_of(trace)[SCRIPT].kernels == 45
+    assert table_of_collectives(collectives_of(trace), 1).splitlines()[2:] == [
+        "| ncclDevKernel_ReduceScatter | 0.05 | 0.03 | 1 |",
+        "| divide | 0.01 | 0.00 | 2 |",
+    ]
+
+
+def test_the_engine_has_what_is_named() -> None:
+    """The script wraps methods of the engine's classes, so it runs in a process of its own."""
+    folder = Path(step_causes.__file__).parent
+    subprocess.run([sys.executable, "-c", "import step_causes; step_causes.name_causes()"], cwd=folder, check=True)
