@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -199,6 +200,15 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
 # writes the weights.
 
 
+class _Pieces(NamedTuple):
+    """The pieces of a unit's gradient for all ranks, rank-major."""
+
+    offsets: list[int]
+    """Where each begins in the encoded gradient for all ranks."""
+    spans: list[tuple[int, int, int]]
+    """Of each: the number of its parameter, and the span [start, stop) of the parameter's elements."""
+
+
 @dataclass(frozen=True)
 class Identity(GradientCodec):
     """A `GradientCodec` that leaves the gradients of a unit of `layout` as they are, in `dtype`."""
@@ -261,19 +271,40 @@ class Identity(GradientCodec):
             (torch._foreach_add_ if accumulate else torch._foreach_copy_)(targets, sources)
 
     def encode_for_ranks(self, gradients: ParameterGradients, out: torch.Tensor) -> None:
-        out.zero_()
-        targets, sources = [], []
-        for entry, flat in self._flat(gradients):
-            if flat is None:
-                continue
-            for rank in range(self.layout.world_size):
-                start, stop = piece(entry, rank)
-                if stop > start:
-                    place = rank * self.numel + entry.offset
-                    targets.append(out[place : place + stop - start])
-                    sources.append(flat[start:stop])
-        if targets:
+        encode = self.encode_for_ranks_in_one_pass if out.is_cuda else self.encode_for_ranks_by_torch
+        encode(gradients, out)
+
+    def encode_for_ranks_in_one_pass(self, gradients: ParameterGradients, out: torch.Tensor) -> None:
+        """Encode by the GPU kernel, to which the pieces of all ranks are gradients one behind the other."""
+        from ds_slide.kernels.offload.gradient_pack import pack_gradients
+
+        pack_gradients(self._cut(gradients), out, self._pieces.offsets, None, accumulate=False)
+
+    def encode_for_ranks_by_torch(self, gradients: ParameterGradients, out: torch.Tensor) -> None:
+        """Encode without a GPU, with the same bits."""
+        out.zero_()  # alignment gaps, unused parameters, and the padding of the last ranks
+        pieces = zip(self._cut(gradients), self._pieces.offsets, strict=True)
+        given = [(source, out[offset : offset + source.numel()]) for source, offset in pieces if source is not None]
+        if given:
+            sources, targets = zip(*given, strict=True)
             torch._foreach_copy_(targets, sources)
+
+    @functools.cached_property
+    def _pieces(self) -> _Pieces:
+        entries, offsets, spans = self.entries, [], []
+        for rank in range(self.layout.world_size):
+            for index, entry in enumerate(entries):
+                offsets.append(rank * self.numel + entry.offset)
+                spans.append((index, *piece(entry, rank)))
+        return _Pieces(offsets, spans)
+
+    def _cut(self, gradients: ParameterGradients) -> list[torch.Tensor | None]:
+        """Return the pieces of the gradients, in the order of `_pieces`. None: it is empty, or has no gradient."""
+        flat = [each for _, each in self._flat(gradients)]
+        return [
+            None if (whole := flat[index]) is None or start == stop else whole[start:stop]
+            for index, start, stop in self._pieces.spans
+        ]
 
     def encode_in_place(self, gradients: ParameterGradients) -> list[GradientSpan]:
         places = []

@@ -86,10 +86,12 @@ def test_what_lies_in_place_is_what_a_buffer_would_hold() -> None:
     assert [place.start for place in places] == [0, *itertools.accumulate(place.numel for place in places[:-1])]
 
 
-def test_every_rank_gets_its_pieces() -> None:
+@pytest.mark.parametrize("way", ["encode_for_ranks", "encode_for_ranks_in_one_pass", "encode_for_ranks_by_torch"])
+def test_every_rank_gets_its_pieces(way: str) -> None:
+    """Also where the pieces of a rank begin at no multiple of 16 bytes, and where a small parameter has none for it."""
     given, whole = gradients({1}, 6), codec(3)
     out = filled(torch.nan, 3 * whole.numel)
-    whole.encode_for_ranks(given, out)
+    getattr(whole, way)(given, out)
     expected = torch.zeros_like(out).view(3, -1)
     for entry, gradient in zip(whole.layout.entries, given, strict=False):
         for rank in range(3):
