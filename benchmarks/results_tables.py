@@ -109,8 +109,15 @@ def readme(rows: Rows) -> str:
     return table(["8 x 2048 tokens a step, clipping 1.0", "stock s/step", "DS-Slide s/step", "times"], lines)
 
 
-MACHINES = {"nvidia-h200": "H200", "nvidia-h200-x2": "2 x H200", "nvidia-h100": "H100", "nvidia-h100-x4": "4 x H100"}
+MACHINES = {
+    "nvidia-h200": "H200",
+    "nvidia-h200-x2": "2 x H200",
+    "nvidia-h200-x4": "4 x H200",
+    "nvidia-h100": "H100",
+    "nvidia-h100-x4": "4 x H100",
+}
 CLIP, IN_24, IN_12 = "clipping 1", "clipping 1, GPU 30.3%", "clipping 1, GPU 15.2%"
+BESIDE_OTHERS = "28_nvidia-h200_recorded-blocks"
 CURRENT = (
     # name, case, setting of DS-Slide, end of its page's name, setting and page of stock where it was run
     ("3 B, 8 x 2048", "qwen2.5-3b 8 x 2048", CLIP, "default", (CLIP, "default")),
@@ -142,7 +149,34 @@ CURRENT = (
     ("14 B LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b LoRA 4 x 2048", "24 GiB", "lengths_2", None),
     ("14 B nf4 LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b nf4 LoRA 4 x 2048", "24 GiB", "adapters-and-muon", None),
     ("30 B-A3B LoRA, 8 x 2048, 24 GiB", "qwen3-30b-a3b LoRA 8 x 2048", "24 GiB", "adapters-and-muon", None),
-    ("3 B with Muon, 8 x 2048", "Muon qwen2.5-3b 8 x 2048", CLIP, "adapters-and-muon", None),
+    ("72 B nf4 LoRA, 4 x 2048, 24 GiB", "qwen2.5-72b nf4-double LoRA 4 x 2048", "24 GiB", "h200_adapters", None),
+    ("32 B LoRA, 4 x 2048, 24 GiB", "qwen2.5-32b LoRA 4 x 2048", "24 GiB", "h200_adapters", None),
+    (
+        "30 B-A3B LoRA on experts, 8 x 2048, 24 GiB",
+        "qwen3-30b-a3b LoRA on experts 8 x 2048",
+        "24 GiB, experts in parts, once more",
+        "h200_adapters",
+        None,
+    ),
+    ("2 blocks of DeepSeek-V3, 1 x 512, 16 GiB", "deepseek-v3-2-blocks LoRA 1 x 512", "16 GiB", "h200_adapters", None),
+    ("3 B with Muon, 8 x 2048", "Muon qwen2.5-3b 8 x 2048", CLIP, "h200_muon", None),
+    ("3 B with Muon, 8 x 2048, no clipping", "Muon qwen2.5-3b 8 x 2048", "clipping 0", "h200_muon", None),
+    (
+        "3 B, 8 micro-batches of 1 x 2048",
+        "qwen2.5-3b 1 x 2048 x 8",
+        "clipping 1, beside stock",
+        BESIDE_OTHERS,
+        ("clipping 1, beside stock", BESIDE_OTHERS),
+    ),
+    ("1.5 B, 8 micro-batches of 2 x 1024", "qwen2.5-1.5b 2 x 1024 x 8", CLIP, BESIDE_OTHERS, None),
+    ("0.5 B, 4 micro-batches of 8 x 512", "qwen2.5-0.5b 8 x 512 x 4", CLIP, BESIDE_OTHERS, None),
+    (
+        "10 blocks of 30 B-A3B, 4 of 1 x 2048, 24 GiB",
+        "qwen3-30b-a3b-10-blocks 1 x 2048 x 4",
+        "clipping 1, 24 GiB",
+        BESIDE_OTHERS,
+        None,
+    ),
     ("3 B, 8 micro-batches of 1 x 2048", "qwen2.5-3b 1 x 2048 x 8", CLIP, "recorded-blocks_2", None),
     (
         "3 B, 8 micro-batches of 1 x 2048, 24 GiB",
@@ -153,11 +187,19 @@ CURRENT = (
     ),
     ("7.6 B, 8 micro-batches of 1 x 2048, 24 GiB", "qwen2.5-7b 1 x 2048 x 8", IN_24, "recorded-blocks_3", None),
     ("3 B, 8 micro-batches of 12 lengths", "qwen2.5-3b 1 x (256 to 2048) x 8", CLIP, "recorded-blocks_2", None),
-    ("3 B LoRA, 8 micro-batches of 1 x 2048", "qwen2.5-3b LoRA 1 x 2048 x 8", CLIP, "recorded-blocks", None),
-    ("0.5 B, 4 micro-batches of 8 x 512", "qwen2.5-0.5b 8 x 512 x 4", CLIP, "recorded-blocks", None),
+    (
+        "3 B LoRA, 8 micro-batches of 1 x 2048",
+        "qwen2.5-3b LoRA 1 x 2048 x 8",
+        CLIP,
+        "27_nvidia-h100_recorded-blocks",
+        None,
+    ),
+    ("0.5 B, 4 micro-batches of 8 x 512", "qwen2.5-0.5b 8 x 512 x 4", CLIP, "27_nvidia-h100_recorded-blocks", None),
     ("3 B, 8 x 2048 on each GPU", "qwen2.5-3b 4 x 8 x 2048", CLIP, "h100-x4_ranks", None),
     ("3 B, 4 micro-batches of 2 x 2048 on each GPU", "qwen2.5-3b 4 x 2 x 2048 x 4", CLIP, "h100-x4_ranks", None),
     ("3 B, 4 micro-batches, lengths vary", "qwen2.5-3b 4 x 1 x (64 to 2048) x 4", CLIP, "h100-x4_ranks", None),
+    ("3 B, 8 x 2048 on each GPU, no clipping", "qwen2.5-3b 4 x 8 x 2048", "clipping 0", "h200-x4_ranks", None),
+    ("3 B, 4 micro-batches of 1 x 2048 on each GPU", "qwen2.5-3b 4 x 1 x 2048 x 4", CLIP, "h200-x4_ranks", None),
 )
 """The newest runs: of each setting the one beside stock, or the latest."""
 

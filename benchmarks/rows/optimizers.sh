@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Muon and optimizers of the script, on one GPU of 80 GB. Run at the top of the repository, with DS-Slide installed:
+# Muon and optimizers of the script, on one GPU of 80 GB or more. Run at the top of the repository, with DS-Slide installed:
 #     OUT=... bash benchmarks/rows/optimizers.sh four                               # Muon beside AdamW: about 540 s
 #     OUT=... bash benchmarks/rows/optimizers.sh four80                             # or in two calls: about 300 s
 #     OUT=... bash benchmarks/rows/optimizers.sh four24                             # about 260 s
@@ -38,8 +38,8 @@ def last(name):
     path = out / name
     return json.loads(path.read_text().splitlines()[-1]) if path.exists() and path.read_text().strip() else {}
 products = last("newton_schulz.txt").get("gram", {}).get("products_ms", 0) / 1e3
-print(f"products of a step alone (gram): {products:.3f} s")
-for where, adamw, muon, most in (("80 GB, clip 1", "a80", "m80", 1.25), ("80 GB, clip 0", "a80n", "m80n", 1.25),
+print(f"products of a step alone (gram): {products:.3f} s" if products else "products of a step alone: row ns has not run")
+for where, adamw, muon, most in (("whole card, clip 1", "a80", "m80", 1.25), ("whole card, clip 0", "a80n", "m80n", 1.25),
                                  ("24 GiB, clip 0", "a24", "m24", 1.25), ("24 GiB, clip 1", "a24c", "m24c", 1.40)):
     a, m = last(f"optimizers_{adamw}.jsonl"), last(f"optimizers_{muon}.jsonl")
     if not (a.get("step_s") and m.get("step_s")):
@@ -52,7 +52,8 @@ for where, adamw, muon, most in (("80 GB, clip 1", "a80", "m80", 1.25), ("80 GB,
           + f"; busy {busy}; {of.get('gpu_units')} of {of.get('units')} units on the GPU, {of.get('promoted_units')} moved there, {kept.get('keep')} blocks keep activations")
 P
 }
-S="--warmup 6 --steps 8"; G="--gpu-fraction 0.303"; BF='{"state_dtype": "bf16"}'; HOST='{"gpu_states": 0}'
+F=$(python3 -c "import torch; print(round(24 * 2**30 / torch.cuda.mem_get_info()[1], 4))"); say "24 GiB are $F of the card"
+S="--warmup 6 --steps 8"; G="--gpu-fraction $F"; BF='{"state_dtype": "bf16"}'; HOST='{"gpu_states": 0}'
 [ $# -gt 0 ] || set -- four t m24b m24bc sm sa fa fp sfa sp gm m80b m80h m24h
 for row in "$@"; do case $row in
 # The four cases of Muon beside AdamW, in one call, and the goals.
