@@ -63,7 +63,9 @@ class Setting:
     )
     gpu_fraction: float = option(1.0, "share of the GPU that torch may allocate, which imitates a smaller card")
     patch: str = option("", "kernels put into the model before the system sees it", PATCHES)
-    compile: str = option("", "what torch.compile compiles: engine.compile(), or the model of gpu-only", ("", "model"))
+    compile: str = option(
+        "", "torch.compile takes engine.compile() or the model of gpu-only, or each layer", ("", "model", "layers")
+    )
     item: bool = option(True, "do not read the loss after every step, as a training loop that prints it does")
     build: str = option(
         "accelerator",

@@ -170,8 +170,7 @@ class DeepSpeedTrainer:
         )
         if setting.checkpointing == "deepspeed-cpu":
             checkpoint_in_host_memory(model)
-        if setting.compile:
-            self.engine.compile()
+        compile_by(setting, self.engine, self.engine.module)
         is_slide = hasattr(self.engine.optimizer, "slide_stats")
         if is_slide != (setting.system == "slide"):
             # A row under the wrong name would be worse than none.
@@ -199,6 +198,16 @@ class DeepSpeedTrainer:
             torch.distributed.destroy_process_group()
 
 
+def compile_by(setting: Setting, whole: Any, model: nn.Module) -> None:
+    """Let `torch.compile` take the whole of a system, or each layer, which is compiled once for all."""
+    if setting.compile == "model":
+        whole.compile()
+    elif setting.compile == "layers":
+        for layers in (each for each in model.modules() if isinstance(each, nn.ModuleList)):
+            for layer in layers:
+                layer.compile()
+
+
 class TorchTrainer:
     """System `gpu-only`: weights, gradients and states in bf16 on one device, AdamW torch's fused one.
 
@@ -213,8 +222,7 @@ class TorchTrainer:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._masters = [each.detach().float() for each in self._trained] if setting.adapter else self._trained
         self._optimizer = optimizers.on_gpu(setting, model, self._masters)
-        if setting.compile:
-            model.compile()
+        compile_by(setting, model, model)
         self._micro_batches = 0
         self._norm: Tensor | None = None
 
