@@ -26,6 +26,8 @@ from shapes import finetune_models
 
 from ds_slide.cli.planning.model import ModelShape, read_adapter
 from ds_slide.cli.planning.planner import Planner, Request
+from ds_slide.config.old_names import MOVED
+from ds_slide.config.schema import CONFIG_KEY
 from ds_slide.plan.allocations import BLOCK_RING
 from ds_slide.plan.ceilings import Ceilings, DiskCeilings, read_ceilings
 from ds_slide.plan.forecast import CONTEXT_BYTES, Forecast, Room
@@ -250,11 +252,18 @@ def with_disk(ceilings: Ceilings, rate: float) -> Ceilings:
 def as_engine_of_then(request: Request, setting: Setting, stats: Mapping[str, Any]) -> Request:
     """Without what the engine of an older record had not: two passes, kernels by default, updates ahead,
     recomputation that the script does not ask for, blocks that are recomputed in part, more buffers for gradients."""
+    block = request.raw[CONFIG_KEY]
+    then = {key: block["debug"][key] for key in MOVED if key in block.get("debug", {})}
+    if then:  # these are settings of their own now
+        debug = {key: value for key, value in block["debug"].items() if key not in then}
+        if then.pop("mix", True) is False:
+            then["activations"] = "whole_blocks"
+        request = request.with_block(debug=debug, **then)
     if "speculation" not in stats:
         request = request.with_block(speculate=False)
     if "spare_state_bytes" not in (stats.get("memory") or {}):
         request = request.with_block(debug={"out_of_place": False})
-    if "mix" not in (stats.get("activations") or {}):
+    if "mix" not in (stats.get("activations") or {}) and "activations" not in request.raw[CONFIG_KEY]:
         request = request.with_block(activations="whole_blocks")
     ring = (stats.get("pools") or {}).get(BLOCK_RING, {"buffers": LEAST_RING})
     request = request.with_block(gradient_buffers=ring["buffers"])
