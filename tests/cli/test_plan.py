@@ -23,6 +23,7 @@ TWO_BLOCKS = ("--model", Path(__file__).parent / "two_blocks", "--seq", "512")
 ROOM = ("--gpu-memory", "3GiB", "--host-memory", "4GiB")
 H200 = ("--ceilings", "h200-16-cores")
 PLANNED = (*TWO_BLOCKS, *H200)
+LINK = ("h2d_gb_s", "d2h_gb_s", "both_ways_gb_s")
 
 
 def test_the_answer_as_json(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
@@ -301,7 +302,7 @@ def test_the_subspace_is_the_largest_that_hides(
 ) -> None:
     fast = json.loads((CEILINGS / "h200-16-cores.json").read_text())
     slow = tmp_path / "slow.json"
-    slow.write_text(json.dumps(fast | {"gpu": fast["gpu"] | {"h2d_gb_s": 0.2, "d2h_gb_s": 0.2, "both_ways_gb_s": 0.2}}))
+    slow.write_text(json.dumps(fast | {"gpu": fast["gpu"] | dict.fromkeys(LINK, 0.02)}))
 
     def plan(ceilings: Path | str, d: int | str) -> Any:
         block = {"enabled": True, "gpu_states": 0, "compression": {"type": "lsp", "d": d}}

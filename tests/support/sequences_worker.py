@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import two_ranks
 from activation_runs import handle_of
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from harness import BATCH, Batch, batches, ds_config, engine_for, llama, on_ssd, states_of, train
 from tiled import tiled
@@ -30,7 +31,8 @@ STEPS, BLOCKS, SEQUENCE = 4, 3, 2
 @dataclass(frozen=True)
 class Run:
     """`reentrant`: the form of the script's activation checkpointing; None without. `moves`: inputs of blocks that
-    leave the GPU, whose memory a limit stands for. `resumes`: saved half way, and continued by another engine."""
+    leave the GPU, whose memory a limit stands for. `resumes`: saved half way, and continued by another engine.
+    `adapted`: LoRA in all blocks trains alone."""
 
     slide: dict[str, Any] | None = field(default_factory=lambda: {"window": 2})
     clip: float = 1.0
@@ -39,6 +41,7 @@ class Run:
     moves: int = 0
     tiled: bool = False
     resumes: bool = False
+    adapted: bool = False
     others: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -46,6 +49,7 @@ class Run:
         return ds_config(self.slide, clip=self.clip, accumulation=self.accumulation, **self.others)
 
 
+FP16: dict[str, Any] = {"bf16": None, "fp16": {"enabled": True, "initial_scale_power": 8}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 LIMITED = {"window": 2, "gpu_memory": "1GiB"}
 RUNS = {
@@ -66,7 +70,12 @@ RUNS = {
     "ssd": Run({"window": 2, "host_memory": 0}),
     "delays": Run({"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 5}}, clip=0.0),
     "bf16-sums": Run(others={"seq_parallel_communication_data_type": "bf16"}),
+    "fp16": Run(others=FP16),
+    "adapters": Run(adapted=True),
+    "adapters-checkpointed": Run(adapted=True, reentrant=False),
     "stock": Run(None),
+    "stock-fp16": Run(None, others=FP16),
+    "stock-adapters": Run(None, adapted=True),
     "stock-immediate": Run(None, clip=0.0),
     "stock-accumulation": Run(None, accumulation=2, others=FP32_SUMS),
     "stock-tiled": Run(None, tiled=True, reentrant=False),
@@ -103,6 +112,10 @@ def model_of(run: Run, seed: int) -> nn.Module:
     model: Any = llama(seed=seed, num_hidden_layers=BLOCKS)
     if run.reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": run.reentrant})
+    if run.adapted:
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(seed)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     return tiled(model) if run.tiled else model
 
 
@@ -143,6 +156,7 @@ def refused_beside(mpu: ModuleType) -> str:
 
 def main(rank: int, folder: Path) -> None:
     ranks = int(sys.argv[2])
+    get_accelerator().is_fp16_supported = lambda: True  # slow on a CPU, but it works
     with two_ranks.as_rank(rank, folder, ranks) as results:
         mpu = UlyssesSPAttentionHF.register_with_transformers(
             llama(num_hidden_layers=1), "sdpa", sequence_parallel_size=SEQUENCE, micro_batch_size=BATCH

@@ -13,11 +13,15 @@ from sequences_worker import BLOCKS, STEPS
 WORKER = "sequences_worker.py"
 LOSS_TOLERANCE, NORM_TOLERANCE = 2.0**-10, 2.0**-8
 """Weights of bf16 differ by single roundings: stock rounds the sums of gradients to bf16."""
+NORM_TOLERANCES = {"adapters": 2.0**-5}
+"""Gradients of adapters in bf16 follow each rounding of such small weights. In the third step plain torch has 1.358,
+stock 1.329 and DS-Slide 1.305; in the first one plain torch and DS-Slide have 0.968, and stock 0.965."""
 SAME_BITS = {
     "moved": "clipping",
     "resumed": "clipping",
     **dict.fromkeys(("checkpointed", "checkpointed-reentrant", "taken-over", "unasked", "as-written"), "clipping"),
     **dict.fromkeys(("gathered", "ssd"), "clipping"),
+    "adapters-checkpointed": "adapters",
     **dict.fromkeys(("moved-reentrant", "gpu-states", "delays"), "immediate"),
 }
 STOCK = {
@@ -26,6 +30,8 @@ STOCK = {
     "accumulation": "stock-accumulation",
     "bf16-sums": "stock",
     "tiled": "stock-tiled",
+    "fp16": "stock-fp16",
+    "adapters": "stock-adapters",
 }
 QUICK = ("clipping", "immediate", "moved", "resumed")
 
@@ -53,7 +59,7 @@ def test_the_losses_are_stocks(seen: list[dict[str, Any]], name: str) -> None:
         slide, stock = of_rank[name], of_rank[STOCK[name]]
         assert slide["losses"][0] == stock["losses"][0]
         assert slide["losses"] == pytest.approx(stock["losses"], abs=LOSS_TOLERANCE)
-        assert slide["norms"] == pytest.approx(stock["norms"], rel=NORM_TOLERANCE)
+        assert slide["norms"] == pytest.approx(stock["norms"], rel=NORM_TOLERANCES.get(name, NORM_TOLERANCE))
         assert slide["is_shared"]
 
 
