@@ -19,14 +19,28 @@ LIMIT_S = 8.0
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[tuple[list[hosts.Host], list[warm.Run]]]:
     """Two hosts with a rank each, which have trained two steps."""
-    with hosts.described(2, tmp_path) as joined, contextlib.ExitStack() as runs:
+    with trained_on_two_hosts(tmp_path, 2) as found:
+        yield found
+
+
+@pytest.fixture
+def two_of_two(tmp_path: Path) -> Iterator[tuple[list[hosts.Host], list[warm.Run]]]:
+    """Two hosts with two ranks each."""
+    with trained_on_two_hosts(tmp_path, 4) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def trained_on_two_hosts(folder: Path, ranks: int) -> Iterator[tuple[list[hosts.Host], list[warm.Run]]]:
+    """Two hosts, and their `ranks`, which have trained two steps."""
+    with hosts.described(2, folder) as joined, contextlib.ExitStack() as runs:
         started = []
-        for rank in range(2):
-            (own := tmp_path / f"rank-{rank}").mkdir()
-            arguments = (str(tmp_path), str(rank), "2", str(LIMIT_S))
+        for rank in range(ranks):
+            (own := folder / f"rank-{rank}").mkdir()
+            arguments = (str(folder), str(rank), str(ranks), str(LIMIT_S))
             started.append(warm.start("hosts_fault_worker.py", *arguments, folder=own))
             runs.callback(started[-1].reap)
-        await_files([tmp_path / f"began-{rank}" for rank in range(2)], started)
+        await_files([folder / f"began-{rank}" for rank in range(ranks)], started)
         yield joined, started
 
 
@@ -68,3 +82,36 @@ def test_a_link_is_cut(two: tuple[list[hosts.Host], list[warm.Run]]) -> None:
         sentence = sentence_of(run)
         pattern = rf"rank {other} \(host-{other}, process {runs[other].pid}\) has not been heard from for \d+ s"
         assert re.search(pattern, sentence), sentence
+
+
+@pytest.mark.slow
+def test_a_host_of_two_ranks_is_killed(two_of_two: tuple[list[hosts.Host], list[warm.Run]]) -> None:
+    """Each rank of the other host names it, whichever of its ranks it has missed first."""
+    _, runs = two_of_two
+    for run in runs[2:]:
+        run.kill(signal.SIGKILL)
+    for run in runs[:2]:
+        sentence = sentence_of(run)
+        assert re.search(r"rank [23] \(host-1, process \d+\) (has not been heard from|is gone)", sentence), sentence
+
+
+@pytest.mark.slow
+def test_one_rank_of_two_on_a_host_is_killed(two_of_two: tuple[list[hosts.Host], list[warm.Run]]) -> None:
+    """Its neighbour sees at once that the process is gone, and the ranks of the other host hear no more of one of the
+    two."""
+    _, runs = two_of_two
+    runs[3].kill(signal.SIGKILL)
+    for run in runs[:3]:
+        sentence = sentence_of(run)
+        assert re.search(r"rank [0-3] \(host-[01], process \d+\) (has not been heard from|is gone)", sentence), sentence
+    assert "rank 3 (host-1" in runs[2].log
+
+
+@pytest.mark.slow
+def test_the_link_of_a_host_of_two_ranks_is_cut(two_of_two: tuple[list[hosts.Host], list[warm.Run]]) -> None:
+    joined, runs = two_of_two
+    joined[1].cut()
+    for rank, run in enumerate(runs):
+        other = 1 - rank // 2
+        sentence = sentence_of(run)
+        assert f"(host-{other}, process " in sentence and "has not been heard from for" in sentence, sentence
