@@ -71,6 +71,15 @@ def test_more_ranks_and_hosts(on_hosts: Callable[..., Seen], count: int, ranks: 
 
 
 @pytest.mark.slow
+def test_a_weight_goes_once_to_a_host_of_two_ranks(on_hosts: Callable[..., Seen]) -> None:
+    """A gather sends half of the bf16 weights, where one among all four ranks sends three quarters. Gloo's averages
+    send one and a half times the gradients. Headers and acknowledgements are less than a tenth."""
+    for seen in on_hosts(WORKER, 2, 4, "clipping"):
+        numel = sum(each["weight"].numel() for each in seen["clipping"]["states"].values())
+        assert all(sent <= 1.1 * (2 * 0.5 + 1.5) * 2 * numel for sent in seen["clipping"]["sent"])
+
+
+@pytest.mark.slow
 def test_a_slow_link_changes_no_bit(on_hosts: Callable[..., Seen]) -> None:
     names = ("clipping", "immediate")
     for slow, near in zip(on_hosts(WORKER, 2, 2, *names, megabits=20), on_hosts(WORKER, 0, 2, *names), strict=True):

@@ -7,8 +7,9 @@ collectives if the ranks are on several machines or share sequences.
 One rule prevents deadlocks: all ranks issue the same collectives in the same order, whatever the threads do.
 
 * The compute thread issues every collective of the engine, in the order of the program, through one process group, onto
-  one stream, the collectives stream. The compute thread is the caller's thread, and autograd's while that runs a
-  backward: one after the other, never both. No lane issues any. Several engines of a process have these two in common.
+  one stream, the collectives stream. A gather by `Levels` is several collectives of smaller groups, always in the same
+  order. The compute thread is the caller's thread, and autograd's while that runs a backward: one after the other,
+  never both. No lane issues any. Several engines of a process have these groups and the stream in common.
 * No lane waits for a collective that has not been issued yet: a lane waits for a marker, an update or another rank's
   weights, and their collectives precede, in the order of the program, the call that gave the lane the job.
 
@@ -51,6 +52,37 @@ class Meets(Protocol):
         different ones. `step_of`: the engine whose step includes the collective, if any."""
 
 
+@dataclass(frozen=True)
+class Levels:
+    """The ranks of several hosts that have as many ranks each, one after the other. A gather among all ranks sends a
+    part to another host once for each rank there, in the worst case; one by levels sends it once."""
+
+    hosts: int
+    across: Any
+    """The process group of the ranks that have this rank's number on their hosts."""
+    within: Any
+    """The process group of the ranks of this host."""
+
+    @classmethod
+    def of(cls, rank: int, machines: Sequence[str]) -> Levels | None:
+        """Return the levels of ranks on `machines`, by rank. None where a gather among all ranks sends no more.
+        Collective, over the whole world."""
+        hosts, count = list(dict.fromkeys(machines)), len(machines) // len(set(machines))
+        if len(hosts) == 1 or count == 1 or list(machines) != [host for host in hosts for _ in range(count)]:
+            return None
+        all_ranks = range(len(machines))
+        across = [dist.new_group(list(all_ranks[number::count])) for number in range(count)]
+        within = [dist.new_group(list(all_ranks[first : first + count])) for first in all_ranks[::count]]
+        return cls(len(hosts), across[rank % count], within[rank // count])
+
+    def gather(self, own: torch.Tensor, gathered: torch.Tensor) -> None:
+        """All-gather `own` ([n]) into `gathered` ([world_size * n], rank-major)."""
+        parts = own.new_empty(self.hosts * own.numel())  # of the stream of collectives, which alone uses it
+        dist.all_gather_into_tensor(parts, own, group=self.across)
+        for of_host, part in zip(gathered.chunk(self.hosts), parts.chunk(self.hosts), strict=True):
+            dist.all_gather_into_tensor(of_host, part, group=self.within)
+
+
 @dataclass(eq=False)
 class Channel:
     """The process group and the stream of the collectives between certain ranks, for all engines of a process."""
@@ -66,6 +98,8 @@ class Channel:
     conductor: Meets | None = None
     """The conductor that decides on their order; None where the program does."""
     has_asked_for_conductor: bool = False
+    levels: Levels | None = None
+    has_asked_for_levels: bool = False
 
 
 _channels: dict[tuple[int, ...], Channel] = {}
@@ -160,6 +194,13 @@ class Ranks:
         members = dist.get_process_group_ranks(group) if group is not None else list(range(size))
         return cls(rank, size, _channel_of(rank, members, device), device, divides_sequences=divides_sequences)
 
+    def lie_on(self, machines: Sequence[str]) -> None:
+        """Note the machines of the ranks, by rank. Collective, and asked once for all engines."""
+        channel = self._channel
+        if not channel.has_asked_for_levels and self.world_size == dist.get_world_size():
+            channel.levels = Levels.of(self.rank, machines)
+        channel.has_asked_for_levels = True
+
     def watched_by(self, failures: Failures) -> None:
         """Tell `failures` from now on which collective is under way."""
         self._failures = failures
@@ -210,7 +251,13 @@ class Ranks:
         """All-gather the weights of the unit `name`, `own` ([local_numel]), into `gathered` ([world_size *
         local_numel], rank-major)."""
         with self._issue(f"gathering the weights of {name}", *after, in_step=in_step):
+            self._all_gather(own, gathered)
+
+    def _all_gather(self, own: torch.Tensor, gathered: torch.Tensor) -> None:
+        if self._channel.levels is None:
             dist.all_gather_into_tensor(gathered, own, group=self._group)
+        else:
+            self._channel.levels.gather(own, gathered)
 
     def reduce_gradients(self, name: str, packed: torch.Tensor, own: torch.Tensor, *after: Marker) -> None:
         """Average the gradient of the unit `name`, `packed` ([world_size * numel], rank-major), over the ranks into
@@ -255,7 +302,7 @@ class Ranks:
             own, packed = own.new_zeros(1), own.new_zeros(self.world_size)
         with self._issue("connecting the ranks", self._device.mark()):
             dist.reduce_scatter_tensor(own, packed, group=self._group)
-            dist.all_gather_into_tensor(packed, own, group=self._group)
+            self._all_gather(own, packed)
             dist.all_reduce(own.new_zeros(1, dtype=torch.float64), group=self._group)
 
     def least(self, values: Sequence[int]) -> list[int]:

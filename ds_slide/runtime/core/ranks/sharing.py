@@ -107,6 +107,7 @@ def _share(ranks: Ranks) -> Sharing:
             hello = _Hello(machine_identity("net"), listener.getsockname())
         hellos = ranks.exchange(hello, "telling where each rank listens")
         if len({hello.machine for hello in hellos}) > 1:
+            ranks.lie_on([hello.machine for hello in hellos])
             raise _Impossible("they are on several machines, or in containers with a network each")
         with _together(ranks, "sending descriptors"):
             _send(ranks.rank, sharing, hellos, sockets)
