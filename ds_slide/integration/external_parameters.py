@@ -46,6 +46,7 @@ class ExternalParameters:
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)  # not the engine itself, which would then own itself
         self._dictionaries: list[_Parameters] = []
+        self._kind: type[_Parameters] = _Parameters
         self._step = -1
         """The step in which the modules were visited: a script may add modules."""
         self._has_compiled = False
@@ -73,10 +74,13 @@ class ExternalParameters:
     def watch_reads(self, wanted: bool) -> None:
         """Gather absent parameters that are read, or not: because there are none."""
         # The class is a guard of compiled code, which makes no call of Python here anyhow. Another class would compile
-        # all blocks once more, when the last of them comes to stay on the GPU.
-        kind = _Parameters if wanted or self._has_compiled else _Present
+        # all blocks once more: when the last of them comes to stay on the GPU, or in the step after `compile()`.
+        if wanted:
+            self._kind = _Parameters
+        elif not self._has_compiled:
+            self._kind = _Present
         for each in self._dictionaries:
-            each.__class__ = kind
+            each.__class__ = self._kind
 
     def after(self) -> None:
         """End a forward."""

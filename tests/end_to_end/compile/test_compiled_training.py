@@ -109,6 +109,20 @@ def test_nothing_is_compiled_after_the_first_step(way: str) -> None:
         assert not counters["frames"]
 
 
+def test_a_step_after_one_that_began_eager_is_not_compiled_again() -> None:
+    """Where all weights stay on the GPU, the dictionaries of parameters have another class before `compile()`."""
+    (ids,) = tokens(1)
+    with no_compilation_after(), engine_for(Net(), ds_config(PLACES["resident"], **FP32)) as engine:
+        with torch.no_grad():
+            engine(ids)
+        WAYS["layers"](engine, "aot_eager")
+        losses(engine, [ids])
+        assert counters["frames"]
+        counters.clear()
+        losses(engine, tokens(2))
+        assert not counters["frames"]
+
+
 def test_the_first_step_of_transformers_compiles_alone() -> None:
     with no_compilation_after(), engine_for(llama(), ds_config({"window": 2}, **FP32)) as engine:
         engine.compile(backend="aot_eager")
