@@ -228,20 +228,29 @@ class SpareMemory:
         self.activations.times.take()
         self.activations.keeps_first = self._updating.schedules().coming == "two passes"
         self.room.measure()
-        own = self._record(forwards)
+        own = self._record(forwards, self._expect_recordings())
         given = [own] if self.room.states is None else self._context.ranks.exchange(own, "sharing out spare GPU memory")
         records = [each for each in given if each is not None]
         if len(records) == len(given):
             self._share_out(min(records, key=lambda each: each.offer.room))
 
-    def _record(self, forwards: int) -> Record | None:
-        """Return the measurements of this rank; None where batches have no shape."""
+    def _expect_recordings(self) -> float:
+        """Decide whether recordings of blocks are to come. -> bytes of the GPU to be left for them. Where states may
+        move, recordings are expected on all ranks or on none: a rank that expects some keeps no activations, and would
+        leave to the states of all ranks what the others need for theirs. Collective where states may move."""
+        reserved, captures = self.activations.expect_recordings(self.need.shape), self.activations.captures
+        if self.room.states is not None:
+            captures.are_expected = bool(self._context.ranks.least([int(captures.are_expected)])[0])
+        return reserved
+
+    def _record(self, forwards: int, reserved: float) -> Record | None:
+        """Return the measurements of this rank; None where batches have no shape. `reserved`: bytes to be left for
+        recordings."""
         latest = self._context.recorder.latest
         shape = self.need.shape
         if latest is None or shape is None:
             return None
         gpu, states = self.room.budget.gpu, self.room.states
-        reserved = self.activations.expect_recordings(shape)
         room = self.room.of(None) - reserved
         if room < 0:
             elsewhere = self.activations.movable_bytes(shape)

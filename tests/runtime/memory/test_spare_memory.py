@@ -137,6 +137,10 @@ class Two(Ranks):
     def __init__(self, less: float) -> None:
         super().__init__(0, 2)
         self._less = less
+        self.others_least = 1
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        return [min(value, self.others_least) for value in values]
 
     def exchange(self, own: Any, what: str) -> list[Any]:  # noqa: ARG002
         return [own, replace(own, offer=replace(own.offer, room=own.offer.room - self._less))]
@@ -148,6 +152,9 @@ class Telling(Ranks):
     def __init__(self, told: list[Any]) -> None:
         super().__init__(0, 2)
         self._told = told
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        return list(values)
 
     def exchange(self, own: Any, what: str) -> list[Any]:  # noqa: ARG002
         self._told.append(own)
@@ -481,6 +488,22 @@ def test_a_rank_alone_decides_nothing_when_its_recordings_have_come(
     monkeypatch.setattr(run.spare.activations.captures, "end_step", lambda **_: True)
     run.step()
     assert max(run.spare._looks.coming) == (run.spare._looks.step + 2 if ranks == 1 else LOOKS[-1])
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_recordings_are_expected_on_all_ranks_or_on_none(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that expects some offers all of its room to the states of all ranks."""
+    run = Run(ranks=(ranks := Two(0.0)))
+    ranks.others_least = others
+    captures = run.spare.activations.captures
+
+    def expect(*_: Any, **__: Any) -> float:
+        captures.are_expected = True
+        return 0.0
+
+    monkeypatch.setattr(captures, "expect", expect)
+    run.steps(LOOKS[0])
+    assert captures.are_expected == bool(others)
 
 
 def test_ranks_with_other_gpus_decide_alike() -> None:
