@@ -23,7 +23,7 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
-from ds_slide.runtime.activations.measuring import CountedCall
+from ds_slide.runtime.activations.measuring import CountedCall, WatchedForward
 from ds_slide.runtime.activations.state_places import Attributes, Found, found, globals_of_random
 from ds_slide.runtime.core.unit import KeptResults
 
@@ -178,7 +178,7 @@ class WatchedCall:
         self,
         state: BlockState,
         call: BlockCall,
-        counted: CountedCall | None = None,
+        counted: CountedCall | WatchedForward | None = None,
         *,
         guards_weights: bool = False,
         recomputes: bool = True,

@@ -14,7 +14,7 @@ from statistics import fmean
 from ds_slide.plan.keeping import Keepable
 from ds_slide.plan.spare import Input, Shape
 from ds_slide.runtime.activations.checkpointing import BlockCall
-from ds_slide.runtime.activations.measuring import CountedCall, MeasuredBlock
+from ds_slide.runtime.activations.measuring import CountedCall, MeasuredBlock, WatchedForward
 from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.core.unit import Unit
 
@@ -54,6 +54,8 @@ class BlockCosts:
         """Kinds that are to be measured by the next recomputation of one of their blocks."""
         self._saves_nothing: set[int] = set()
         """Blocks, by `Unit.order`, that no backward has come to when their kind was measured."""
+        self._communicates: dict[int, bool] = {}
+        """Whether the block's own forward has had a collective, by `Unit.order`."""
         self._inputs: dict[Hashable, tuple[int, int]] = {}
         """(tokens of the largest batch so far, bytes of a block's input in it), by kind of block."""
 
@@ -66,8 +68,15 @@ class BlockCosts:
             of = {kind: self._measured.get(kind) for kind in self._kinds}
             self._asked = {kind for kind, known in of.items() if known is None or known.saved.growth(shape) > 1}
 
-    def counted(self, call: BlockCall, shape: Shape | None) -> CountedCall | None:
-        """Return what replaces the block's forward so that its recomputation is measured; None where it need not be."""
+    def counted(self, call: BlockCall, shape: Shape | None) -> CountedCall | WatchedForward | None:
+        """Return what replaces the block's forward so that it, or its recomputation, is measured; None where it need
+        not be."""
+        counted = self._counted(call, shape)
+        if counted is None and call.unit.order not in self._communicates:
+            return WatchedForward(call, self._communicates)
+        return counted
+
+    def _counted(self, call: BlockCall, shape: Shape | None) -> CountedCall | None:
         order = call.unit.order
         kind = self._kind[order]
         if shape is None or kind not in self._asked:
@@ -114,9 +123,9 @@ class BlockCosts:
         return found
 
     def is_alone(self, order: int) -> bool:
-        """Whether the block has been measured, and no other rank takes part in it."""
+        """Whether the block and its kind have been measured, and no other rank takes part in either."""
         measured = self._measured.get(self._kind[order])
-        return measured is not None and measured.alone
+        return measured is not None and measured.alone and not self._communicates.get(order, True)
 
     def call_bytes(self, order: int, shape: Shape) -> int:
         """Return the bytes of the saved tensors of one call of a block that has been measured."""

@@ -42,6 +42,24 @@ class MeasuredBlock:
     alone: bool
 
 
+class WatchedForward:
+    """A block's forward, which learns whether the block communicates: of equal layers a script may have changed one."""
+
+    def __init__(self, call: BlockCall, found: MutableMapping[int, bool]) -> None:
+        """`found`: gets the answer, by `Unit.order`."""
+        self._function = call.function
+        self._order = call.unit.order
+        self._found = found
+
+    def __call__(self, *inputs: Any) -> Any:
+        if in_backward():
+            return self._function(*inputs)
+        with Working() as seen:
+            result = self._function(*inputs)
+        self._found[self._order] = seen.has_collective
+        return result
+
+
 class CountedCall:
     """A block's forward, whose recomputation counts what it saves.
 

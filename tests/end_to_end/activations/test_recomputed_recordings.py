@@ -60,8 +60,9 @@ def plain(name: str) -> Any:
     return model
 
 
+@pytest.mark.parametrize("width", [160, None], ids=["layers of another kind", "equal layers"])
 def test_blocks_that_communicate_are_not_recorded_beside_others(
-    replays: list[Graph], monkeypatch: pytest.MonkeyPatch
+    width: int | None, replays: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint ends before the collective at a block's end. On a rank that records, it would run once more."""
     from transformers.models.llama.modeling_llama import LlamaMLP
@@ -81,7 +82,7 @@ def test_blocks_that_communicate_are_not_recorded_beside_others(
     def build() -> Any:
         model: Any = llama()
         sizes = copy.copy(model.config)
-        sizes.intermediate_size = 160
+        sizes.intermediate_size = width or sizes.intermediate_size
         for layer in layers_of(model)[1::2]:
             layer.mlp = Talking(sizes)
         return model
