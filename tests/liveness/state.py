@@ -40,6 +40,7 @@ _FIXED_MODULES = (
     "ds_slide.plan",
     "ds_slide.optim",
     "ds_slide.config",
+    "ds_slide.compression.codec",
     "ds_slide.report",
     "ds_slide.store.state_buffers",
     "ds_slide.store.ssd.extents",
