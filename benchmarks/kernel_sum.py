@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     settings.add_arguments(parser)
     setting = settings.from_arguments(parser.parse_args())
-    _trainer, run, _log = step.warmed_up(setting)
+    _trainer, run, _log = step.warmed_up(setting, "")
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run(STEPS)
     on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]

@@ -9,6 +9,7 @@ needed for the one process. Runs without a GPU too (`DS_ACCELERATOR=cpu`, `--mod
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -18,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,31 @@ def begin_rank(local_rank: int) -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
-def warmed_up(setting: Setting) -> tuple[Trainer, Callable[[int], None], StepLog]:
-    """Return a trainer behind its warm-up, what runs a number of steps and waits for the device, and their log."""
+@contextlib.contextmanager
+def folder_on_disk(setting: Setting) -> Iterator[str]:
+    """Make an empty folder for the files of `--offload nvme`, and remove it at the end. Yields "" without that."""
+    if setting.offload != "nvme":
+        yield ""
+        return
+    folder = tempfile.mkdtemp(prefix="ds_slide-benchmark-", dir=setting.nvme_path)
+    try:
+        yield folder
+    finally:
+        # Stock leaves its files behind: 18 B a parameter.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def warmed_up(setting: Setting, folder: str) -> tuple[Trainer, Callable[[int], None], StepLog]:
+    """Return a trainer behind its warm-up, what runs a number of steps and waits for the device, and their log.
+
+    `folder`: from `folder_on_disk`.
+    """
     device = accelerator_device()
+    use_gpu(setting, device)
     model = prepare_model(setting, device)
     batches = token_batches(setting, model.config.vocab_size, device)
     apply_patch(model, setting.patch)
-    trainer, log, clock = make_trainer(model, setting, ""), StepLog(), PhaseClock(False)
+    trainer, log, clock = start(model, setting, folder, device), StepLog(), PhaseClock(False)
 
     def run(count: int) -> None:
         run_steps(trainer, batches, setting, count, clock, log)
@@ -109,8 +128,24 @@ def token_batches(setting: Setting, vocabulary: int, device: torch.device) -> li
     return list(torch.randint(vocabulary, shape, generator=generator).to(device).unbind())
 
 
-def limit_gpu(setting: Setting, device: torch.device) -> None:
-    """For stock when it is initialised: a model that exists goes to the GPU whole, before it is divided."""
+def use_gpu(setting: Setting, device: torch.device) -> None:
+    """Compute on this GPU from now on, with the setting's share of its memory."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if setting.system != "stock":
+            _limit_gpu(setting, device)
+
+
+def start(model: Any, setting: Setting, folder: str, device: torch.device) -> Trainer:
+    """Start the setting's system. Stock's share of the GPU holds from here on: a model that exists goes to the GPU
+    whole, before it is divided."""
+    trainer = make_trainer(model, setting, folder)
+    if setting.system == "stock" and device.type == "cuda":
+        _limit_gpu(setting, device)
+    return trainer
+
+
+def _limit_gpu(setting: Setting, device: torch.device) -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(setting.gpu_fraction, device)
 
@@ -171,10 +206,7 @@ def measure(setting: Setting, folder: str, keep: Callable[[dict[str, Any]], None
     the last step: closing a system with its states on disk, and measuring that disk again, can take half a minute.
     """
     device = accelerator_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if setting.system != "stock":
-            limit_gpu(setting, device)
+    use_gpu(setting, device)
     pinned_in_rss = memory.pinned_counts_in_rss() if device.type == "cuda" else None
     note(f"building {setting.model} on {device}")
     model = prepare_model(setting, device)
@@ -188,9 +220,7 @@ def measure(setting: Setting, folder: str, keep: Callable[[dict[str, Any]], None
     note(f"{parameters / 1e9:.3f} G parameters; starting {setting.system}")
     begin = time.perf_counter()
     patched = apply_patch(model, setting.patch)
-    trainer = make_trainer(model, setting, folder)
-    if setting.system == "stock" and device.type == "cuda":
-        limit_gpu(setting, device)
+    trainer = start(model, setting, folder, device)
     synchronize(device)
     init_s = time.perf_counter() - begin
     initialised = memory.snapshot()
@@ -350,9 +380,9 @@ def main() -> None:
                 file.write(json.dumps(begin | record) + "\n")
 
     record: dict[str, Any] = {}
-    folder = tempfile.mkdtemp(prefix="ds_slide-benchmark-", dir=setting.nvme_path) if setting.offload == "nvme" else ""
     try:
-        record = {"status": "ok"} | measure(setting, folder, lambda record: write({"status": "timed"} | record))
+        with folder_on_disk(setting) as folder:
+            record = {"status": "ok"} | measure(setting, folder, lambda record: write({"status": "timed"} | record))
     except Exception as error:
         # The table must say why a system has no figures; the traceback goes to the log as usual.
         record = {
@@ -361,9 +391,6 @@ def main() -> None:
         }
         raise
     finally:
-        if folder:
-            # Stock leaves its files behind: 18 B a parameter.
-            shutil.rmtree(folder, ignore_errors=True)
         write(record)
         if not out:
             print(json.dumps(begin | record))

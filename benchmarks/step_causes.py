@@ -278,7 +278,13 @@ def main() -> None:
         step.begin_rank(local_rank)
     if setting.system == "slide":
         name_causes()
-    trainer, run, log = step.warmed_up(setting)
+    with step.folder_on_disk(setting) as folder:
+        measure(setting, folder, local_rank, ranks)
+
+
+def measure(setting: settings.Setting, folder: str, local_rank: int, ranks: int) -> None:
+    """Warm up, profile, and print the tables. `folder`: from `folder_on_disk`."""
+    trainer, run, log = step.warmed_up(setting, folder)
     on_gpu = step.accelerator_device().type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     if local_rank:
@@ -287,8 +293,8 @@ def main() -> None:
         return
     with profile(activities=kinds) as profiler, record_function(WHOLE):
         run(STEPS)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
+    with tempfile.TemporaryDirectory() as traces:
+        path = Path(traces) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     steady = statistics.median(log.step_s[setting.warmup // 2 : setting.warmup])

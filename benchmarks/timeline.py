@@ -28,10 +28,10 @@ import settings
 import timeline_picture
 import torch
 from settings import Setting
-from step import accelerator_device, prepare_model, synchronize, token_batches
+from step import accelerator_device, folder_on_disk, prepare_model, start, synchronize, token_batches, use_gpu
 from timeline_picture import Bar, Panel
 from torch.profiler import ProfilerActivity, profile, record_function
-from trainers import Trainer, make_trainer
+from trainers import Trainer, apply_patch
 
 from ds_slide.report import chrome, drawing
 
@@ -74,15 +74,17 @@ def name_updates(trainer: Any) -> None:
 def record(setting: Setting) -> Panel:
     """Warm up, then record one step."""
     device = accelerator_device()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, folder_on_disk(setting) as on_disk:
         path = Path(folder) / "trace.json"
         is_slide = setting.system == "slide"
         if is_slide:
             number = setting.warmup + 2
             setting = replace(setting, slide={**setting.slide, "trace": {"path": str(path), "steps": [number, number]}})
+        use_gpu(setting, device)
         model = prepare_model(setting, device)
         batches = token_batches(setting, model.config.vocab_size, device)
-        trainer = make_trainer(model, setting, folder)
+        apply_patch(model, setting.patch)
+        trainer = start(model, setting, on_disk, device)
         if not is_slide:
             name_updates(trainer)
         times = [run_step(trainer, batches[n % len(batches)], device) for n in range(setting.warmup + 1)]
