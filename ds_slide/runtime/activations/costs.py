@@ -55,7 +55,8 @@ class BlockCosts:
         self._saves_nothing: set[int] = set()
         """Blocks, by `Unit.order`, that no backward has come to when their kind was measured."""
         self._communicates: dict[int, bool] = {}
-        """Whether the block's own forward has had a collective, by `Unit.order`."""
+        """Whether the block's own forward has had a collective, by `Unit.order`. Each rank decides alone what it keeps,
+        and a rank that recomputed a collective alone would wait for ever, so all ranks recompute these blocks."""
         self._inputs: dict[Hashable, tuple[int, int]] = {}
         """(tokens of the largest batch so far, bytes of a block's input in it), by kind of block."""
 
@@ -71,22 +72,16 @@ class BlockCosts:
     def counted(self, call: BlockCall, shape: Shape | None) -> CountedCall | WatchedForward | None:
         """Return what replaces the block's forward so that it, or its recomputation, is measured; None where it need
         not be."""
-        counted = self._counted(call, shape)
-        if counted is None and call.unit.order not in self._communicates:
-            return WatchedForward(call, self._communicates)
-        return counted
-
-    def _counted(self, call: BlockCall, shape: Shape | None) -> CountedCall | None:
         order = call.unit.order
         kind = self._kind[order]
-        if shape is None or kind not in self._asked:
-            return None
-        if not call.has_gradient:  # frozen, in front of all that is trained: no backward comes to it
-            self._saves_nothing.add(order)
-            return None
-        self._saves_nothing.discard(order)
-        self._asked.discard(kind)
-        return CountedCall(call, shape, kind, self._measured)
+        forward = WatchedForward(call, self._communicates)
+        if shape is not None and kind in self._asked:
+            if call.has_gradient:
+                self._saves_nothing.discard(order)
+                self._asked.discard(kind)
+                return CountedCall(call, shape, kind, self._measured, forward)
+            self._saves_nothing.add(order)  # frozen, in front of all that is trained: no backward comes to it
+        return None if order in self._communicates else forward
 
     def note_input(self, order: int, shape: Shape, nbytes: int) -> None:
         """Note the bytes of the block's input in a batch of `shape`."""
@@ -123,9 +118,8 @@ class BlockCosts:
         return found
 
     def is_alone(self, order: int) -> bool:
-        """Whether the block and its kind have been measured, and no other rank takes part in either."""
-        measured = self._measured.get(self._kind[order])
-        return measured is not None and measured.alone and not self._communicates.get(order, True)
+        """Whether the block's kind has been measured, and no other rank takes part in the block."""
+        return self._kind[order] in self._measured and not self._communicates.get(order, True)
 
     def call_bytes(self, order: int, shape: Shape) -> int:
         """Return the bytes of the saved tensors of one call of a block that has been measured."""

@@ -31,37 +31,37 @@ parallelism."""
 class MeasuredBlock:
     """A call of a block. `saved`: bytes that it saves. `squares`: bytes of saved and given tensors with an element for
     each pair of tokens. `mixtures`: the choices between keeping nothing and all. `again`: the part of its forward's
-    work that a recomputation does. `alone`: no other rank takes part in the block. Each rank decides alone what it
-    keeps, and a rank that recomputed a collective alone would wait for ever, so all ranks recompute blocks with a
-    collective."""
+    work that a recomputation does."""
 
     saved: Measured
     squares: Measured
     mixtures: tuple[Mixture, ...]
     again: float
-    alone: bool
 
 
 class WatchedForward:
     """A block's forward, which learns whether the block communicates: of equal layers a script may have changed one."""
 
-    def __init__(self, call: BlockCall, found: MutableMapping[int, bool]) -> None:
-        """`found`: gets the answer, by `Unit.order`."""
+    def __init__(self, call: BlockCall, communicates: MutableMapping[int, bool]) -> None:
+        """`communicates`: gets the answer, by `Unit.order`. Once it is yes, it stays."""
         self._function = call.function
         self._order = call.unit.order
-        self._found = found
+        self._communicates = communicates
+        self.work = 0.0
+        """Of the forward's operators."""
 
     def __call__(self, *inputs: Any) -> Any:
         if in_backward():
             return self._function(*inputs)
         with Working() as seen:
             result = self._function(*inputs)
-        self._found[self._order] = seen.has_collective
+        self._communicates[self._order] = seen.has_collective or self._communicates.get(self._order, False)
+        self.work = seen.work
         return result
 
 
 class CountedCall:
-    """A block's forward, whose recomputation counts what it saves.
+    """A block's forward, which is watched, and whose recomputation counts what it saves.
 
     Each storage counts once. The storages of weights and inputs do not count, since they are there anyway, nor does the
     output's, which is the next block's input. A recomputation that is not re-entrant ends at the last tensor that is
@@ -69,9 +69,14 @@ class CountedCall:
     """
 
     def __init__(
-        self, call: BlockCall, shape: Shape, kind: Hashable, found: MutableMapping[Hashable, MeasuredBlock]
+        self,
+        call: BlockCall,
+        shape: Shape,
+        kind: Hashable,
+        found: MutableMapping[Hashable, MeasuredBlock],
+        forward: WatchedForward,
     ) -> None:
-        """`shape`: of the batch. `found`: gets the measurement, for this `kind` of block."""
+        """`shape`: of the batch. `found`: gets the measurement, for this `kind` of block. `forward`: of the call."""
         self._function = call.function
         self._parameters = call.parameters
         self._ends_early = call.ends_early
@@ -79,12 +84,11 @@ class CountedCall:
         self._shape = shape
         self._kind = kind
         self._found = found
-        self._forward = Working()
+        self._forward = forward
 
     def __call__(self, *inputs: Any) -> Any:
         if not in_backward():
-            with self._forward:
-                return self._function(*inputs)
+            return self._forward(*inputs)
         shape, costs = self._shape, OperatorCosts()
         given = list(tensors_of((inputs, getattr(self._function, "keywords", {}))))
         there = {_address(tensor) for tensor in (*given, *self._parameters)}
@@ -138,7 +142,6 @@ class CountedCall:
             squares=Measured(self._shape, square + given_square, square + given_square),
             mixtures=mixtures(runs, nbytes),
             again=min(1.0, sum(run.work for run in runs) / work) if ends_early and work else 1.0,
-            alone=not (costs.has_collective or self._forward.has_collective),  # a recomputation may end before it
         )
 
 
@@ -172,7 +175,6 @@ class OperatorCosts(OperatorMode):
         """The runs with what they have made, and the sums of its bits."""
         self._counts: Counter[str] = Counter()
         self._needed = 0
-        self.has_collective = False
 
     def saves(self) -> None:
         """Note that autograd saves a tensor: all runs until now are needed, and runs after the last save are not."""
@@ -183,7 +185,6 @@ class OperatorCosts(OperatorMode):
         made = function(*args, **kwargs)
         if not isinstance(function, torch._ops.OpOverload):
             return made
-        self.has_collective |= function.namespace in COLLECTIVES
         name = name_of(function)
         before, self._counts[name] = self._counts[name], self._counts[name] + 1
         if new_bytes(args, kwargs, made):

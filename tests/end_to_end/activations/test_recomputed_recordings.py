@@ -60,9 +60,13 @@ def plain(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("width", [160, None], ids=["layers of another kind", "equal layers"])
+@pytest.mark.parametrize(
+    ("first", "width"),
+    [(1, 160), (1, None), (0, None)],
+    ids=["layers of another kind", "equal layers", "equal layers, of which one that communicates is measured"],
+)
 def test_blocks_that_communicate_are_not_recorded_beside_others(
-    width: int | None, replays: list[Graph], monkeypatch: pytest.MonkeyPatch
+    first: int, width: int | None, replays: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint ends before the collective at a block's end. On a rank that records, it would run once more."""
     from transformers.models.llama.modeling_llama import LlamaMLP
@@ -83,7 +87,7 @@ def test_blocks_that_communicate_are_not_recorded_beside_others(
         model: Any = llama()
         sizes = copy.copy(model.config)
         sizes.intermediate_size = width or sizes.intermediate_size
-        for layer in layers_of(model)[1::2]:
+        for layer in layers_of(model)[first::2]:
             layer.mlp = Talking(sizes)
         return model
 
