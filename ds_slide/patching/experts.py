@@ -196,7 +196,7 @@ class _Call:
         if not tensors:
             return []
         used = torch.tensor(self.experts[part.experts], device=tensors[0].device)
-        return [each[used] for each in tensors]
+        return [selected(each, used) for each in tensors]
 
     def computed(
         self,
@@ -303,6 +303,19 @@ class _Experts(torch.autograd.Function):
             of_hidden.index_put_((tokens,), of_rows, accumulate=True)
         of_others = [None for _ in given.others]
         return None, of_hidden, of_weights.view_as(given.weights), None, None, *of_factors, *of_others
+
+
+def selected(whole: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return `whole[places]`, with its dimensions in memory in the order of `whole`.
+
+    Torch multiplies a transposed matrix with another order of sums, on a CPU without AVX-512 at least. In PEFT's
+    factors the experts can be innermost, so that no matrix is contiguous or transposed. A copy of one expert alone
+    would be: so it has room for two.
+    """
+    order = sorted(range(whole.dim()), key=whole.stride, reverse=True)
+    copied = places if len(places) > 1 else places.repeat(2)
+    picked = whole.permute(order).index_select(order.index(0), copied)
+    return picked.permute([order.index(dim) for dim in range(whole.dim())])[: len(places)]
 
 
 def _output(call: _Call, given: _Given) -> torch.Tensor:
