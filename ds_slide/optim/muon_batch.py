@@ -50,7 +50,11 @@ def orthogonal_together(
 
     "gram" iterates on the square of square matrices, too: with half of each symmetric product it costs as much as
     "standard", and they join the others."""
-    sides = _read(shapes, updates, method, dtype)
+    yield from iterated_together(divided(shapes, updates, method, dtype), method)
+
+
+def iterated_together(sides: list[Side], method: Method) -> Iterator[torch.Tensor]:
+    """Yield the products of the iterations of each parameter, flat. Matrices of `sides` are replaced."""
     if method == "gram":
         product, beta = _by_gram(sides), 0.0
     else:
@@ -65,7 +69,7 @@ def orthogonal_together(
 
 
 @dataclass
-class _Side:
+class Side:
     """Matrices with the same longer side, one parameter after the other. `matrices`: [b, longer, smaller]. `first`: the
     place of the first in the batch."""
 
@@ -86,17 +90,17 @@ class _Side:
             start = stop
 
 
-def _read(shapes: Sequence[Shape], updates: Iterator[torch.Tensor], method: Method, dtype: torch.dtype) -> list[_Side]:
+def divided(shapes: Sequence[Shape], updates: Iterator[torch.Tensor], method: Method, dtype: torch.dtype) -> list[Side]:
     """Return the updates divided by their norms."""
     sides, first = [], 0
     for long, group in groupby(shapes, key=lambda shape: max(shape[1:])):
         own = list(group)
-        side: _Side | None = None
+        side: Side | None = None
         for index, shape in enumerate(own):
             update = next(updates)
             if side is None:
                 size = (sum(each[0] for each in own), long, min(shape[1:]))
-                side = _Side(torch.empty(size, dtype=dtype, device=update.device), own, first)
+                side = Side(torch.empty(size, dtype=dtype, device=update.device), own, first)
                 places = [place for place, *_ in side.parameters()]
             _divide(update.view(shape), side.matrices[places[index]], method)
             del update  # before the next one is made
@@ -132,7 +136,7 @@ def _symmetric(
     return result
 
 
-def _grams(sides: Sequence[_Side]) -> torch.Tensor:
+def _grams(sides: Sequence[Side]) -> torch.Tensor:
     """Return the squares of all matrices, [b, smaller, smaller]."""
     from ds_slide.kernels.offload.symmetric_product import symmetric_product_
 
@@ -144,7 +148,7 @@ def _grams(sides: Sequence[_Side]) -> torch.Tensor:
     return result
 
 
-def _multiply(sides: Sequence[_Side], product: torch.Tensor, beta: float) -> None:
+def _multiply(sides: Sequence[Side], product: torch.Tensor, beta: float) -> None:
     """Replace all matrices X by ``product @ X + beta * X``."""
     for side in sides:
         made = torch.empty_like(side.matrices)
@@ -157,13 +161,13 @@ def _multiply(sides: Sequence[_Side], product: torch.Tensor, beta: float) -> Non
         side.matrices = made
 
 
-def _by_gram(sides: Sequence[_Side]) -> torch.Tensor:
+def _by_gram(sides: Sequence[Side]) -> torch.Tensor:
     """Return the product that the last iterations multiply the matrices by, which the first ones have multiplied."""
     _multiply(sides, _product(sides, RESTART), 0.0)
     return _product(sides, STEPS - RESTART)
 
 
-def _product(sides: Sequence[_Side], steps: int) -> torch.Tensor:
+def _product(sides: Sequence[Side], steps: int) -> torch.Tensor:
     """Return the product of the polynomials of some iterations."""
     gram = _grams(sides)
     product = torch.empty_like(gram)
@@ -175,13 +179,13 @@ def _product(sides: Sequence[_Side], steps: int) -> torch.Tensor:
     return product
 
 
-def _by_products(sides: Sequence[_Side]) -> torch.Tensor:
+def _by_products(sides: Sequence[Side]) -> torch.Tensor:
     """Do all iterations but the last product. Return its factor, which lacks ``_A`` on the diagonal."""
     for _ in range(STEPS - 1):
         _multiply(sides, _polynomial(sides), _A)
     return _polynomial(sides)
 
 
-def _polynomial(sides: Sequence[_Side]) -> torch.Tensor:
+def _polynomial(sides: Sequence[Side]) -> torch.Tensor:
     square = _grams(sides)
     return _symmetric(square, square, alpha=_C, beta=_B)
