@@ -17,19 +17,21 @@ from ds_slide.kernels.offload.tiles import TILES, Tiles
 CANDIDATES = (
     Tiles(128, 256, 64, warps=8, stages=3),
     Tiles(128, 256, 64, warps=8, stages=4),
-    Tiles(128, 256, 64, group=2, warps=8, stages=3),
     Tiles(256, 128, 64, warps=8, stages=3),
-    Tiles(256, 128, 64, warps=8, stages=4),
     Tiles(128, 128, 64, warps=8, stages=4),
     Tiles(128, 128, 64, warps=4, stages=3),
-    Tiles(128, 128, 64, group=2, warps=4, stages=3),
-    Tiles(128, 128, 128, warps=8, stages=3),
+    Tiles(128, 256, 64, warps=8, stages=3, described=True),
+    Tiles(128, 256, 64, warps=8, stages=4, described=True),
+    Tiles(256, 128, 64, warps=8, stages=4, described=True),
+    Tiles(128, 128, 64, warps=8, stages=4, described=True),
+    Tiles(128, 128, 64, warps=4, stages=3, described=True),
+    Tiles(128, 128, 64, group=2, warps=4, stages=3, described=True),
 )
 SMALL_CANDIDATES = (
     Tiles(64, 64, 64, warps=4, stages=4),
     Tiles(64, 64, 128, warps=4, stages=4),
-    Tiles(64, 64, 64, warps=4, stages=6),
-    Tiles(128, 64, 64, warps=4, stages=4),
+    Tiles(64, 64, 64, warps=4, stages=4, described=True),
+    Tiles(64, 64, 128, warps=4, stages=4, described=True),
 )
 CASES = {
     "5 squares of 2048": (5, 2048, 2048, False, CANDIDATES),

@@ -14,8 +14,8 @@ Shape = tuple[int, int, int]
 
 SHORT_DTYPES = (torch.float16, torch.bfloat16)
 MOST_BATCH_BYTES = 1536 << 20
-"""GPU bytes of one batch. All matrices of a block of 3 B take 0.42 GB and of 7 B 1.4. Larger ones fill a GPU in smaller
-batches."""
+"""GPU bytes of one batch. All matrices of a block of 3 B take 0.42 GB and of 7 B 1.27. Larger ones fill a GPU in
+smaller batches."""
 
 
 def bytes_of(shapes: Sequence[Shape]) -> int:

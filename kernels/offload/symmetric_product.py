@@ -7,6 +7,8 @@ changes no bit. Tile sizes are given by the caller; none is chosen by a measurem
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -65,6 +67,32 @@ def _product(left, right, rows, columns, n, K: tl.constexpr, TURNED: tl.constexp
 
 
 @triton.jit
+def _described_product(
+    left,
+    right,
+    matrix,
+    first_row,
+    first_column,
+    K: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Return the sums of one tile, fp32. `left`, `right`: descriptors, which read zeros outside of a matrix."""
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, K, DEPTH):
+        if TURNED:
+            a = tl.trans(tl.reshape(left.load([matrix, start, first_row]), (DEPTH, ROWS)))
+            b = tl.reshape(right.load([matrix, start, first_column]), (DEPTH, COLUMNS))
+        else:
+            a = tl.reshape(left.load([matrix, first_row, start]), (ROWS, DEPTH))
+            b = tl.trans(tl.reshape(right.load([matrix, first_column, start]), (COLUMNS, DEPTH)))
+        sums = tl.dot(a, b, sums)
+    return sums
+
+
+@triton.jit
 def _store(result, values, rows, columns, n, TRIANGLE: tl.constexpr):
     """Store a tile and its mirror image. TRIANGLE: only those elements that are not above the diagonal."""
     places = result + rows[:, None] * n + columns[None, :]
@@ -104,6 +132,7 @@ def _symmetric_kernel(
     TURNED: tl.constexpr,
     ADDS: tl.constexpr,
     SHIFTS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     WHOLE_N: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -120,9 +149,13 @@ def _symmetric_kernel(
         near, far = rows, columns
     else:  # what other rows and columns give is not stored
         near, far = rows % n, columns % n
-    factors = matrix * n * K
     square = matrix * n * n
-    sums = _product(left + factors, right + factors, near, far, n, K, TURNED, DEPTH)
+    if DESCRIBED:
+        place = (tl.program_id(0) // programs).to(tl.int32)
+        sums = _described_product(left, right, place, first_row, first_column, K, TURNED, ROWS, COLUMNS, DEPTH)
+    else:
+        factors = matrix * n * K
+        sums = _product(left + factors, right + factors, near, far, n, K, TURNED, DEPTH)
     values = sums * alpha
     if ADDS:
         values += beta * tl.load(added + square + near[:, None] * n + far[None, :]).to(tl.float32)
@@ -164,17 +197,19 @@ def symmetric_product_(
     turned = not left.is_contiguous()
     _check(result, left, right, added, shifted, turned)
     tensors = [left, right, result if added is None else added, result, result if shifted is None else shifted]
+    factors = _described(left, right, tiles, turned) if tiles.described else [left, right]
     programs, larger = tiles.programs(n), max(tiles.rows, tiles.columns)
     launch(
         _COMPILED,
         _symmetric_kernel,
         (left.device, left.dtype, n, programs) if aligned(tensors) else None,
         batch * programs,
-        [*tensors, n, programs, alpha, beta, shift],
+        [*factors, *tensors[2:], n, programs, alpha, beta, shift],
         K=k,
         TURNED=turned,
         ADDS=added is not None,
         SHIFTS=shifted is not None,
+        DESCRIBED=tiles.described,
         WHOLE_N=n % larger == 0,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
@@ -183,6 +218,21 @@ def symmetric_product_(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
+
+
+def _described(left: torch.Tensor, right: torch.Tensor, tiles: Tiles, turned: bool) -> list[Any]:
+    """Return descriptors of the factors. Hopper's copy engine reads whole tiles by them, without addresses in
+    registers."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # since Triton 3.4
+
+    n, k = left.shape[1:]
+    if n % 8 or k % 8:
+        raise SlideError(f"descriptors need sides of multiples of 8, but a matrix is {n} x {k}")
+    made = []
+    for factor, size in ((left, tiles.rows), (right, tiles.columns)):
+        block = [1, tiles.depth, size] if turned else [1, size, tiles.depth]
+        made.append(TensorDescriptor.from_tensor(factor.mT if turned else factor, block))
+    return made
 
 
 def _check(

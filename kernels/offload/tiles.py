@@ -9,7 +9,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Tiles:
     """A tile of the result is `rows` x `columns`, and its sums take `depth` numbers at a time. `group`: larger sides of
-    tiles in a square of neighbours, which run together and share what they read. All are powers of two."""
+    tiles in a square of neighbours, which run together and share what they read. All are powers of two. `described`:
+    tiles are read by descriptors (Hopper's copy engine), for which a row has a multiple of 16 bytes."""
 
     rows: int = 128
     columns: int = 256
@@ -17,6 +18,7 @@ class Tiles:
     group: int = 1
     warps: int = 8
     stages: int = 3
+    described: bool = False
 
     @property
     def side(self) -> int:

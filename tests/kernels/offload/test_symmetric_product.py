@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ SMALL = {
     "neighbours": Tiles(16, 32, 16, group=2, warps=1, stages=1),
 }
 SIZES = [(64, 48), (50, 40), (16, 16), (37, 33), (112, 16)]
+DESCRIBED = Tiles(16, 32, 16, warps=1, stages=1, described=True)
 
 
 def factor(batch: int, n: int, k: int, dtype: torch.dtype, turned: bool = False) -> torch.Tensor:
@@ -47,6 +49,14 @@ def test_the_square_of_a_matrix(tiles: Tiles, size: tuple[int, int], dtype: torc
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
     alone = product(factor(2, *size, dtype, turned)[1:], x[1:], tiles, alpha=0.5)
     assert torch.equal(alone[0], found[1])
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("size", [(64, 48), (56, 40), (40, 104)], ids=str)
+def test_descriptors_change_no_bit(size: tuple[int, int], turned: bool) -> None:
+    pytest.importorskip("triton.tools.tensor_descriptor")
+    x = factor(3, *size, torch.float16, turned)
+    assert torch.equal(product(x, x, DESCRIBED), product(x, x, replace(DESCRIBED, described=False)))
 
 
 @pytest.mark.parametrize("n", [64, 37])
@@ -101,6 +111,10 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], str]] = {
         "added of symmetric_product_ must be contiguous",
     ),
     "one turned": (lambda x: {"right": x.mT.contiguous().mT}, "right of symmetric_product_ must be contiguous"),
+    "rows": (
+        lambda x: {"left": x[..., :44].contiguous(), "right": x[..., :44].contiguous(), "tiles": DESCRIBED},
+        "descriptors need sides of multiples",
+    ),
     "dtype": (lambda x: {"right": x.float()}, "right of symmetric_product_ is torch.float32 on"),
 }
 
