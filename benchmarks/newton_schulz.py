@@ -104,10 +104,26 @@ def print_errors(shapes_of: Sequence[Shape], method: Method, device: torch.devic
         print(f"{method:8} {shape}: error of torch {far['torch']:.2e}, of the kernel {far['kernel']:.2e}", flush=True)
 
 
+def batch_changes_no_bit(block: Sequence[Shape], method: Method, device: torch.device) -> bool:
+    """Whether the updates of a block's matrices together have the bits of each alone. cuBLAS makes a part of them."""
+    dtype = DTYPES[method]
+    updates = [torch.randn(math.prod(shape), device=device) for shape in block]
+    same = True
+    for group in batches(block):
+        own, some = [block[each] for each in group], [updates[each] for each in group]
+        together = orthogonal_together(own, iter(some), method, dtype)
+        for shape, update, found in zip(own, some, together, strict=True):
+            [alone] = orthogonal_together([shape], iter([update]), method, dtype)
+            same &= torch.equal(found, alone)
+    return same
+
+
 def measure_kernel(counts: Counter[Shape], method: Method, clock: Clock) -> dict[str, float]:
     """Print and return milliseconds of all blocks by the kernel."""
     print_errors(sorted(counts), method, clock.device)
     blocks, block = block_of(counts)
+    same = batch_changes_no_bit(block, method, clock.device)
+    print(f"{method:8} a block together has {'the' if same else 'NOT THE'} bits of each matrix alone", flush=True)
     times = clock.in_turns(works_together(block, method, clock.device), {})
     for name, each in times.items():
         host = each.host_ms * blocks
