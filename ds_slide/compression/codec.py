@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -200,15 +199,6 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
 # writes the weights.
 
 
-class _Pieces(NamedTuple):
-    """The pieces of a unit's gradient for all ranks, rank-major."""
-
-    offsets: list[int]
-    """Where each begins in the encoded gradient for all ranks."""
-    spans: list[tuple[int, int, int]]
-    """Of each: the number of its parameter, and the span [start, stop) of the parameter's elements."""
-
-
 @dataclass(frozen=True)
 class Identity(GradientCodec):
     """A `GradientCodec` that leaves the gradients of a unit of `layout` as they are, in `dtype`."""
@@ -237,8 +227,10 @@ class Identity(GradientCodec):
         return [entry for entry in self.layout.entries if entry.trainable]
 
     @functools.cached_property
-    def _offsets(self) -> list[int]:
-        return [entry.offset for entry in self.layout.entries]
+    def _places(self) -> tuple[list[int], list[int]]:
+        """Where each parameter begins in a rank's encoded gradient, and the most elements of it that a rank has."""
+        entries = self.layout.entries
+        return [entry.offset for entry in entries], [entry.partition_numel for entry in entries]
 
     def encode(
         self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool, sums: bool = True
@@ -256,9 +248,12 @@ class Identity(GradientCodec):
         from ds_slide.kernels.offload.gradient_pack import pack_gradients
 
         square_sum = torch.empty((), dtype=torch.float64, device=out.device) if sums else None
-        given = [each if each is None or each.dtype == self.dtype else each.to(self.dtype) for each in gradients]
-        pack_gradients(given, out, self._offsets[: len(gradients)], square_sum, accumulate=accumulate)
+        offsets, _ = self._places
+        pack_gradients(self._of_dtype(gradients), out, offsets[: len(gradients)], square_sum, accumulate=accumulate)
         return square_sum
+
+    def _of_dtype(self, gradients: ParameterGradients) -> list[torch.Tensor | None]:
+        return [each if each is None or each.dtype == self.dtype else each.to(self.dtype) for each in gradients]
 
     def encode_by_torch(self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool) -> None:
         """Encode without a GPU, with the same bits."""
@@ -275,36 +270,25 @@ class Identity(GradientCodec):
         encode(gradients, out)
 
     def encode_for_ranks_in_one_pass(self, gradients: ParameterGradients, out: torch.Tensor) -> None:
-        """Encode by the GPU kernel, to which the pieces of all ranks are gradients one behind the other."""
-        from ds_slide.kernels.offload.gradient_pack import pack_gradients
+        """Encode by the GPU kernel, which takes the gradients apart itself."""
+        from ds_slide.kernels.offload.gradient_pack import pack_gradients_for_ranks
 
-        pack_gradients(self._cut(gradients), out, self._pieces.offsets, None, accumulate=False)
+        offsets, parts = self._places
+        count = len(gradients)
+        pack_gradients_for_ranks(self._of_dtype(gradients), out, offsets[:count], parts[:count], self.layout.world_size)
 
     def encode_for_ranks_by_torch(self, gradients: ParameterGradients, out: torch.Tensor) -> None:
         """Encode without a GPU, with the same bits."""
         out.zero_()  # alignment gaps, unused parameters, and the padding of the last ranks
-        pieces = zip(self._cut(gradients), self._pieces.offsets, strict=True)
-        given = [(source, out[offset : offset + source.numel()]) for source, offset in pieces if source is not None]
-        if given:
-            sources, targets = zip(*given, strict=True)
+        given = [(entry, flat) for entry, flat in self._flat(gradients) if flat is not None]
+        targets, sources = [], []
+        for rank, of_rank in enumerate(out.view(self.layout.world_size, self.numel)):
+            for entry, flat in given:
+                start, stop = piece(entry, rank)
+                targets.append(of_rank[entry.offset : entry.offset + stop - start])
+                sources.append(flat[start:stop])
+        if targets:
             torch._foreach_copy_(targets, sources)
-
-    @functools.cached_property
-    def _pieces(self) -> _Pieces:
-        entries, offsets, spans = self.entries, [], []
-        for rank in range(self.layout.world_size):
-            for index, entry in enumerate(entries):
-                offsets.append(rank * self.numel + entry.offset)
-                spans.append((index, *piece(entry, rank)))
-        return _Pieces(offsets, spans)
-
-    def _cut(self, gradients: ParameterGradients) -> list[torch.Tensor | None]:
-        """Return the pieces of the gradients, in the order of `_pieces`. None: it is empty, or has no gradient."""
-        flat = [each for _, each in self._flat(gradients)]
-        return [
-            None if (whole := flat[index]) is None or start == stop else whole[start:stop]
-            for index, start, stop in self._pieces.spans
-        ]
 
     def encode_in_place(self, gradients: ParameterGradients) -> list[GradientSpan]:
         places = []

@@ -30,6 +30,8 @@ CHUNK = 1024
 # Gradients of one launch. Blocks have 9 to 14. Shorter launches are filled up, so that a unit with a changing number of
 # gradients (experts) never compiles another kernel.
 WIDTH = 16
+# Units of the ranks' parts, in elements. Parts of any number of elements are loaded one by one, the others in vectors.
+PARTS = (64, 8, 1)
 _COMPILED: Compiled = {}
 
 
@@ -90,11 +92,16 @@ def _pack_kernel(
     table,
     WIDTH: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    PART: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    of_all = tl.program_id(0)
+    program = of_all
+    if PART:  # the programs of one rank after those of the other
+        programs = tl.load(table + 5 * WIDTH).to(tl.int32)
+        program = of_all % programs
     source = sources[0]
     index = 0
     for later in tl.static_range(1, WIDTH):
@@ -105,6 +112,12 @@ def _pack_kernel(
     start = tl.load(table + WIDTH + index)
     numel = tl.load(table + 2 * WIDTH + index)
     extent = tl.load(table + 3 * WIDTH + index)
+    if PART:
+        rank = (of_all // programs).to(tl.int64)
+        part = tl.load(table + 4 * WIDTH + index) * PART
+        source += rank * part
+        start += rank * tl.load(table + 5 * WIDTH + 1)
+        numel = tl.minimum(numel - rank * part, part)
     local = (program - first) * BLOCK
     source += local
     target = buffer + start * ALIGNMENT + local
@@ -114,7 +127,7 @@ def _pack_kernel(
     else:
         present = tl.minimum(extent - local, BLOCK).to(tl.int32)
         total = _pack_rest(source, target, given, present, ACCUMULATE, BLOCK, CHUNK)
-    tl.store(partial + program, total)
+    tl.store(partial + of_all, total)
 
 
 @dataclass(frozen=True)
@@ -124,10 +137,12 @@ class _Launch:
     begin: int
     end: int
     programs: int
+    """Of one rank."""
     partial: int
     table: tuple[int, ...]
-    """Four rows of WIDTH numbers, one for every source: first program, start in the buffer (in units of the alignment),
-    elements of the source, elements of its part of the buffer."""
+    """Five rows of WIDTH numbers, one for every source: first program, start in the buffer (in units of the alignment),
+    elements of the source, elements of its place in the buffer, elements of a rank's part (in units of `PART`). Then
+    the programs of a rank, and the elements of its buffer (in units of the alignment)."""
     _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def table_on(self, device: torch.device) -> torch.Tensor:
@@ -140,13 +155,22 @@ class _Launch:
 class _Layout(NamedTuple):
     launches: tuple[_Launch, ...]
     programs: int
+    """Of one rank, in all launches."""
     alignment: int
+    part: int
+    """The unit of the ranks' parts in elements: a power of two, so that the compiler knows how they are aligned. 0: the
+    sources are not divided."""
 
 
 @lru_cache(maxsize=1024)
 def _layout(
-    offsets: tuple[int, ...], numels: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], buffer_numel: int
+    offsets: tuple[int, ...],
+    numels: tuple[int, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+    buffer_numel: int,
+    parts: tuple[int, ...] = (),
 ) -> _Layout:
+    """`buffer_numel`: of one rank. `parts`: the most elements of each source that a rank has; empty: all."""
     _check(dtypes, offsets)
     bounds = (*offsets, buffer_numel)
     extents = [bounds[index + 1] - bounds[index] for index in range(len(offsets))]
@@ -154,13 +178,16 @@ def _layout(
         raise SlideError(
             f"pack_gradients: offsets {list(offsets)} must ascend from 0 and stay within the buffer of {buffer_numel}."
         )
-    for index, (numel, extent) in enumerate(zip(numels, extents, strict=True)):
+    for index, (numel, extent) in enumerate(zip(parts or numels, extents, strict=True)):
         if numel > extent:
             raise SlideError(
                 f"pack_gradients: source {index} has {numel} elements, but its part of the buffer has {extent}; pass "
                 "the offsets of this unit's layout."
             )
-    alignment = ALIGNMENT if not any(offset % ALIGNMENT for offset in offsets) else 1
+    places = (*offsets, buffer_numel) if parts else offsets
+    alignment = ALIGNMENT if not any(place % ALIGNMENT for place in places) else 1
+    part = next(unit for unit in PARTS if not any(each % unit for each in parts)) if parts else 0
+    divided = parts or (0,) * len(offsets)
     launches: list[_Launch] = []
     begin = partial = 0
     while begin < len(offsets):
@@ -182,12 +209,14 @@ def _layout(
                     *(*(offset // alignment for offset in offsets[begin:end]), *blank),
                     *(*numels[begin:end], *blank),
                     *(*extents[begin:end], *blank),
+                    *(*(each // max(part, 1) for each in divided[begin:end]), *blank),
+                    *(programs, buffer_numel // alignment),
                 ),
             )
         )
         partial += programs
         begin = end
-    return _Layout(tuple(launches), partial, alignment)
+    return _Layout(tuple(launches), partial, alignment, part)
 
 
 def _check(dtypes: Sequence[torch.dtype | None], offsets: Sequence[int]) -> None:
@@ -219,6 +248,8 @@ def _launch(
     offsets: Sequence[int],
     square_sum: torch.Tensor | None,
     accumulate: bool,
+    parts: Sequence[int] | None = None,
+    ranks: int = 1,
 ) -> None:
     _check_buffer(buffer)
     device = buffer.device
@@ -236,12 +267,12 @@ def _launch(
         given.append(source if source.is_contiguous() else source.contiguous())
         numels.append(source.numel())
         dtypes.append(source.dtype)
-    layout = _layout(tuple(offsets), tuple(numels), tuple(dtypes), buffer.numel())
+    layout = _layout(tuple(offsets), tuple(numels), tuple(dtypes), buffer.numel() // ranks, tuple(parts or ()))
     if not layout.programs:
         if square_sum is not None:
             square_sum.zero_()
         return
-    partial = torch.empty(layout.programs, dtype=torch.float64, device=device)
+    partial = torch.empty(ranks * layout.programs, dtype=torch.float64, device=device)
     for each in layout.launches:
         if not each.programs:
             continue
@@ -250,15 +281,16 @@ def _launch(
         unread = next((source for source in part if source is not None), buffer)
         part += [unread] * (WIDTH - len(part))
         pointers = tuple([unread if source is None else source for source in part])
-        places = partial[each.partial :] if each.partial else partial
+        places = partial[ranks * each.partial :] if each.partial else partial
         launch(
             _COMPILED,
             _pack_kernel,
             (device, unread.dtype, buffer.dtype) if aligned((*pointers, buffer, places)) else None,
-            each.programs,
+            ranks * each.programs,
             (pointers, buffer, places, each.table_on(device)),
             WIDTH=WIDTH,
             ALIGNMENT=layout.alignment,
+            PART=layout.part,
             ACCUMULATE=accumulate,
             BLOCK=BLOCK,
             CHUNK=CHUNK,
@@ -311,3 +343,19 @@ def pack_gradients(
     # The operator's dispatch costs the host more than all other work: 200 us for 12 gradients.
     pack = _pack_gradients if torch.compiler.is_compiling() else _launch
     pack(sources, buffer, offsets, square_sum, accumulate)
+
+
+def pack_gradients_for_ranks(
+    sources: Sequence[torch.Tensor | None],
+    buffer: torch.Tensor,
+    offsets: Sequence[int],
+    parts: Sequence[int],
+    ranks: int,
+) -> None:
+    """Write each rank's part of gradients into a buffer, rank-major, as `pack_gradients` writes whole gradients.
+
+    buffer: flat [ranks * N]. Rank r's part of source i begins at r * N + offsets[i].
+    parts: the most elements of each source that a rank has: rank r has [r * parts[i], (r + 1) * parts[i]) of its flat
+        elements, and fewer or none where the source ends. Multiples of 8 are fast.
+    """
+    _launch(sources, buffer, offsets, None, False, parts, ranks)

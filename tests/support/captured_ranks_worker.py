@@ -12,6 +12,7 @@ import torch
 import two_ranks
 from harness import batches, ds_config, engine_for, llama, states_of, train
 
+from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
@@ -26,6 +27,14 @@ SCHEDULES: dict[str, Any] = {
 
 
 def main(rank: int, folder: Path) -> None:
+    replays: list[int] = []
+    replay = Graph.replay
+
+    def counted(graph: Graph) -> None:
+        replays.append(1)
+        replay(graph)
+
+    Graph.replay = counted  # type: ignore[method-assign]
     with two_ranks.as_rank(rank, folder) as seen:
         for name, schedule in SCHEDULES.items():
             count, streams = schedule.get("accumulation", 1), name == "streamed"
@@ -35,8 +44,10 @@ def main(rank: int, folder: Path) -> None:
                 model = llama(attention_dropout=0.0 if streams else 0.1, attn_implementation="eager")
                 with engine_for(model, ds_config({**slide, "captured_blocks": wanted}, **schedule)) as engine:
                     result = train(engine, batches(STEPS * count, seed=rank + 1))
+                    replays.clear()
+                    train(engine, batches(count, seed=rank + 3))
                     replayed = engine.optimizer.slide_stats()["activations"]["replayed"]
-                    seen[f"{name} {wanted}"] = result.losses, states_of(model), replayed
+                    seen[f"{name} {wanted}"] = result.losses, states_of(model), replayed, len(replays) / count
 
 
 if __name__ == "__main__":

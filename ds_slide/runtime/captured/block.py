@@ -85,6 +85,11 @@ class Recording:
         before = self.before
         return before is not None and before.is_there() and self.made_of.is_there()
 
+    def may_replay(self, leaves: Sequence[Any]) -> bool:
+        """Whether the weights are in their places, and no place would be overwritten that a waiting backward reads.
+        Asked behind the hooks of the block, which bind the weights that the last step has written."""
+        return self.weights.are_there() and self.may_take(leaves)
+
     def may_take(self, leaves: Sequence[Any]) -> bool:
         """Whether no place would be overwritten that a waiting backward reads."""
         return all(place is None or place.may_take(leaf) for place, leaf in zip(self.places, leaves, strict=True))
@@ -135,7 +140,7 @@ class CapturedBlock:
         """Run a call of the block, and record it if it is the first one."""
         self.has_replayed = False
         recording = self.recording
-        if hooks_around() is not None or not (recording is None or recording.weights.are_there()):
+        if hooks_around() is not None:
             return call.function(*call.inputs)
         if not self._may_replay_here() or not isinstance(call.function, functools.partial):
             return call.function(*call.inputs)
@@ -195,7 +200,7 @@ class CapturedBlock:
             leaves: list[Any] | None = list(leaves_of(given))
         else:
             leaves = self.recording.signature.fits(args, kwargs)
-        if leaves is None or (self.recording is not None and not self.recording.may_take(leaves)):
+        if leaves is None or (self.recording is not None and not self.recording.may_replay(leaves)):
             return written(*args, **kwargs)
         if (token := self._memory.stack.push(*self._place)) is None:
             return written(*args, **kwargs)

@@ -398,6 +398,12 @@ class Captures:
 
     # ---- their memory ------------------------------------------------------------------------------------------------
 
+    def take_gradients_back(self) -> None:
+        """Let parameters hold copies of the gradients that are in the memory of recordings, which the next backward
+        overwrites."""
+        if self._memory is not None:
+            self._memory.lent.take_back()
+
     def give_up(self) -> int:
         """Free the recordings, where no graph waits for its backward, and no parameter holds a gradient in their
         memory: an operator that reads it may have found none. -> bytes that have come free."""

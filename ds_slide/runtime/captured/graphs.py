@@ -124,13 +124,13 @@ class Memory:
 
     def __init__(self, device: Device, stream: Any, *, several_ranks: bool = False) -> None:
         """`stream`: of all recordings. Libraries keep a workspace for it, in the memory of the first one.
-        `several_ranks`: gradients may be kept until after the next block's backward, and blocks may communicate."""
+        `several_ranks`: blocks may communicate."""
         self.device = device
         self.stream = stream
         self.several_ranks = several_ranks
         self.forwards, self.backwards = Pool(is_cuda=device.is_cuda), Pool(is_cuda=device.is_cuda)
         self.stack = Stack()
-        self.lent = Lent(copies=several_ranks)
+        self.lent = Lent()
         self.inputs = InputMemory()
         self.recorded_shapes = 0
         """The number of shapes that have been recorded, now and then."""
@@ -271,9 +271,7 @@ class Stack:
 class Lent:
     """The gradients of the backward that has run last, which parameters may still hold."""
 
-    def __init__(self, *, copies: bool = False) -> None:
-        """`copies`: the receiver may keep them beyond the next backward."""
-        self._copies = copies
+    def __init__(self) -> None:
         self._given: Sequence[tuple[nn.Parameter, torch.Tensor]] = ()
 
     def give(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
@@ -283,8 +281,6 @@ class Lent:
             for parameter, gradient in gradients:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad + gradient
-                elif self._copies:
-                    parameter.grad = gradient.clone()
                 else:
                     parameter.grad = gradient
                     given.append((parameter, gradient))
@@ -296,7 +292,8 @@ class Lent:
             return any(parameter.grad is gradient for parameter, gradient in self._given)
 
     def take_back(self) -> None:
-        """Give parameters that still hold a gradient a copy of it, before another backward overwrites it."""
+        """Give parameters that still hold a gradient a copy of it, before another backward overwrites it, or where a
+        receiver keeps it longer."""
         with AS_THEY_ARE():
             for parameter, gradient in self._given:
                 if parameter.grad is gradient:

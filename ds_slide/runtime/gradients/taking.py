@@ -233,6 +233,8 @@ class Taking:
     def contribution(self, unit: Unit) -> Contribution:
         """Take the gradients out of the unit's parameters."""
         packed = self._gradients.pack_early(unit)
+        if packed is None:  # they wait for other ranks, perhaps until after the next block's backward
+            self._parts.spare.activations.captures.take_gradients_back()
         gradients = unit.take_gradients()
         return Contribution(gradients) if packed is None else Contribution([None] * len(gradients), packed)
 

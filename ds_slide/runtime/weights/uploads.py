@@ -17,7 +17,7 @@ then gathered weights stay until they change.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,14 +34,34 @@ def own_part(unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
     return buffer[buffer.numel() - unit.layout.local_numel :]
 
 
-def _lay_out(layout: UnitLayout, flat: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Copy the parts of all ranks ([>= world_size * local_numel], rank-major) to their places in slot layout."""
-    local = layout.local_numel
-    targets, sources = [], []
-    for rank, source, place in pieces(layout):
-        targets.append(buffer[place])
-        sources.append(flat[rank * local + source.start : rank * local + source.stop])
-    torch._foreach_copy_(targets, sources)
+class LayOut:
+    """Copies the parts of all ranks to their places in slot layout."""
+
+    def __init__(self) -> None:
+        self._known: dict[UnitLayout, Any] = {}
+        """The pieces of layouts for the GPU's kernel."""
+
+    def __call__(self, layout: UnitLayout, flat: torch.Tensor, buffer: torch.Tensor) -> None:
+        """`flat`: [>= world_size * local_numel], rank-major. On the current stream."""
+        if buffer.is_cuda:
+            from ds_slide.kernels.offload.lay_out import Pieces, lay_out
+
+            if layout not in self._known:
+                self._known[layout] = Pieces(self.spans(layout))
+            lay_out(self._known[layout], flat, buffer)
+            return
+        spans = self.spans(layout)
+        targets = [buffer[target : target + numel] for _, target, numel in spans]
+        torch._foreach_copy_(targets, [flat[source : source + numel] for source, _, numel in spans])
+
+    @staticmethod
+    def spans(layout: UnitLayout) -> list[tuple[int, int, int]]:
+        """Return the start in the ranks' parts, the start in the slot, and the elements of each piece."""
+        local = layout.local_numel
+        return [
+            (rank * local + source.start, place.start, place.stop - place.start)
+            for rank, source, place in pieces(layout)
+        ]
 
 
 class Copy(NamedTuple):
@@ -69,6 +89,7 @@ class Uploads:
         self._failures = failures
         self._shared = shared
         self._scratch = scratch
+        self._lay_out = LayOut()
 
     def fill(self, unit: Unit, buffer: torch.Tensor, *, without_experts: bool = False) -> int:
         """Upload this rank's part of the unit's weights, or all ranks' parts of shared weights, into `buffer`."""
@@ -93,7 +114,7 @@ class Uploads:
             scratch = self._scratch.view(unit.dtype)
             for rank, part in enumerate(parts):
                 scratch[rank * numel : (rank + 1) * numel].copy_(part[:numel], non_blocking=True)
-            _lay_out(layout, scratch, buffer)
+            self._lay_out(layout, scratch, buffer)
             return len(parts) * numel * buffer.element_size()
         moved = 0
         for rank, source, place in pieces(unit.layout):
@@ -133,6 +154,7 @@ class Gathers:
         self._ranks = ranks
         self.scratch = scratch
         self._all_fit = all_fit
+        self._lay_out = LayOut()
         self._gathered: dict[int, Future] = {}
         """The upload that was gathered last, by slot."""
 
@@ -159,5 +181,5 @@ class Gathers:
         gathered = self.scratch.view(unit.dtype)[: self._ranks.world_size * unit.layout.local_numel]
         self._ranks.gather_weights(unit.name, own, gathered, *after, in_step=in_step)
         with self._ranks.on_stream():
-            _lay_out(unit.layout, gathered, buffer)
+            self._lay_out(unit.layout, gathered, buffer)
         return self._ranks.mark()

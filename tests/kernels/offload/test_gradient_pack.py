@@ -11,10 +11,11 @@ pytest.importorskip("triton")
 
 from references.gradient_pack import pack_gradients_reference
 
+from ds_slide.compression.codec import Identity
 from ds_slide.errors import SlideError
 from ds_slide.kernels.offload import square_sum
 from ds_slide.kernels.offload.gradient_pack import BLOCK, CHUNK, WIDTH, pack_gradients
-from ds_slide.model.layout import align_up
+from ds_slide.model.layout import ParameterInfo, align_up, build_layout
 
 pytestmark = pytest.mark.usefixtures("nearest_bfloat16", "poisoned_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -215,3 +216,30 @@ def test_torch_compile_goes_through() -> None:
         for function in (torch.compile(normalised, fullgraph=True, backend="aot_eager"), normalised)
     )
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.by_turns(2)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "numels",
+    [
+        [2 * BLOCK, 128, BLOCK],
+        [3 * CHUNK, 24 * 16, 48],
+        [64, 3 * CHUNK, 17 * 64, 5, BLOCK - 1, 128, 2 * BLOCK + 77, 1],
+        [64 * (index + 1) for index in range(WIDTH + 2)],
+    ],
+    ids=["parts of 64", "parts of 8", "parts of any size", "more than one launch"],
+)
+def test_parts_of_all_ranks(ranks: int, numels: list[int]) -> None:
+    """One launch takes the gradients apart: the bits of copies, zeros in gaps and in the padding of the last ranks."""
+    layout = build_layout([ParameterInfo(f"p{index}", (numel,), numel, 0) for index, numel in enumerate(numels)], ranks)
+    codec, generator = Identity(layout, torch.bfloat16), torch.Generator().manual_seed(ranks)
+    gradients: list[torch.Tensor | None] = [
+        None if index == 1 else values(entry.numel, torch.float32 if index == 2 else torch.bfloat16, generator)
+        for index, entry in enumerate(codec.entries)
+    ]
+    found, expected = (torch.full((ranks * codec.numel,), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in "ab")
+    codec.encode_for_ranks_in_one_pass(gradients, found)
+    codec.encode_for_ranks_by_torch(gradients, expected)
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert not expected.isnan().any()

@@ -388,6 +388,21 @@ def test_a_recording_that_is_freed_in_a_hook_of_the_block_is_not_made_anew() -> 
     assert captured.gradients()[0] == captured.gradients()[1] and torch.equal(given.grad, expected.grad)
 
 
+def test_weights_that_a_hook_of_the_block_binds_are_replayed() -> None:
+    """With several ranks the weights are away after each step, until the engine's hook of the block binds them: a step
+    of four micro-batches ran its first one as written (0.50 s on two H200s, where one took 0.36 s)."""
+    captured = Captured()
+    captured.record()
+    weight = captured.module.up.weight
+    bound, away = weight.data, torch.empty(0)
+    captured.module.register_forward_pre_hook(lambda *_: setattr(weight, "data", bound))
+    for place in (away, bound):
+        weight.data = place
+        function = functools.partial(captured.module)
+        captured.block.run(BlockCall(None, captured.block._modules, UNASKED, function, (hidden(), SCALE)))  # type: ignore[arg-type]
+        assert captured.block.has_replayed
+
+
 def not_recorded(captured: Captured, *inputs: Any) -> str:
     """Why it was not recorded."""
     result = captured.run(*inputs)

@@ -35,9 +35,9 @@ def test_no_forward_overwrites_tensors_of_one_that_waits(events: list[tuple[bool
         assert stack.is_empty == (not waiting)
 
 
-def lent(parameter: nn.Parameter, value: float, *, copies: bool = False) -> tuple[Lent, torch.Tensor]:
+def lent(parameter: nn.Parameter, value: float) -> tuple[Lent, torch.Tensor]:
     """A gradient that has been given, and its place."""
-    found, place = Lent(copies=copies), torch.full_like(parameter, value)
+    found, place = Lent(), torch.full_like(parameter, value)
     found.give([(parameter, place)])
     return found, place
 
@@ -89,13 +89,6 @@ def test_a_gradient_that_was_taken_is_left_alone() -> None:
     parameter.grad = None
     given_back.take_back()
     assert parameter.grad is None
-
-
-def test_receivers_that_keep_gradients_get_copies() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    _, place = lent(parameter, 2.0, copies=True)
-    place.fill_(9.0)
-    assert parameter.grad is not None and parameter.grad.tolist() == [2.0] * 3
 
 
 def test_gradients_are_added_to_those_before() -> None:
