@@ -6,8 +6,9 @@ Prints a line a shape and one line of JSON: ms a step of the iterations alone ("
 (norm, data types), and of DeepSpeed's compiled function, for both values of `ns_method`. The bound is the number of
 multiplications and additions over the rate of a product of 8192 in the same data type, measured in the same minute.
 
-Where the GPU has the kernel for symmetric products, also: the same for all matrices of a block together and one by one
-("together", "alone"), the error of both ways against fp64, and rates of the kernel by tile sizes.
+Where the GPU has the kernel for symmetric products, also: the same for all matrices of a block together, recorded and
+as written, and one by one ("recorded", "together", "alone"), the error of both ways against fp64, and rates of the
+kernel by tile sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, get_args
 
 import optimizers
@@ -28,8 +28,10 @@ from step import accelerator_device
 from symmetric_products import print_rates
 
 from ds_slide.optim.muon import Method, flop, iterated, matrices_of, orthogonal
-from ds_slide.optim.muon_batch import divided, has_kernel, iterated_together, orthogonal_together
-from ds_slide.optim.muon_groups import Shape, batches
+from ds_slide.optim.muon_batch import Batch, has_kernel, orthogonal_together
+from ds_slide.optim.muon_groups import Shape, batches, numel_of
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.updates.iterations import Iterations
 
 DTYPES: dict[Method, torch.dtype] = {"gram": torch.float16, "standard": torch.bfloat16}
 GEMM = 8192
@@ -73,24 +75,32 @@ def works_together(block: Sequence[Shape], method: Method, device: torch.device)
     dtype = DTYPES[method]
     updates = [torch.randn(math.prod(shape), device=device) for shape in block]
     groups = [([block[each] for each in group], [updates[each] for each in group]) for group in batches(block)]
-    sides = [divided(own, iter(some), method, dtype) for own, some in groups]
+    filled = []
+    for own, some in groups:
+        filled.append(Batch(own, method, torch.empty(numel_of(own), dtype=dtype, device=device)))
+        filled[-1].fill(iter(some))
+    iterations = Iterations(Device(device))
 
-    def products() -> None:
-        for each in sides:
-            for _ in iterated_together([replace(side) for side in each], method):
+    def products() -> None:  # also of what the last call has left, which is orthogonal already
+        for each in filled:
+            each.iterate()
+
+    def recorded() -> None:
+        for own, some in groups:
+            for _ in iterations.orthogonal(own, iter(some), method, dtype):
                 pass
 
     def together() -> None:
         for own, some in groups:
-            for _ in orthogonal_together(own, iter(some), method, dtype):
+            for _ in orthogonal_together(own, iter(some), method, dtype, device):
                 pass
 
     def alone() -> None:
         for shape, update in zip(block, updates, strict=True):
-            for _ in orthogonal_together([shape], iter([update]), method, dtype):
+            for _ in orthogonal_together([shape], iter([update]), method, dtype, device):
                 pass
 
-    return {"products": products, "together": together, "alone": alone}
+    return {"products": products, "recorded": recorded, "together": together, "alone": alone}
 
 
 def print_errors(shapes_of: Sequence[Shape], method: Method, device: torch.device) -> None:
@@ -98,23 +108,26 @@ def print_errors(shapes_of: Sequence[Shape], method: Method, device: torch.devic
     for shape in shapes_of:
         update, dtype = torch.randn(shape, device=device), DTYPES[method]
         exact = orthogonal(update.double(), method, torch.float64)
-        [by_kernel] = orthogonal_together([shape], iter([update.view(-1)]), method, dtype)
+        [by_kernel] = orthogonal_together([shape], iter([update.view(-1)]), method, dtype, device)
         ways = {"torch": orthogonal(update, method, dtype), "kernel": by_kernel.view(shape)}
         far = {name: float((way.double() - exact).norm() / exact.norm()) for name, way in ways.items()}
         print(f"{method:8} {shape}: error of torch {far['torch']:.2e}, of the kernel {far['kernel']:.2e}", flush=True)
 
 
 def batch_changes_no_bit(block: Sequence[Shape], method: Method, device: torch.device) -> bool:
-    """Whether the updates of a block's matrices together have the bits of each alone. cuBLAS makes a part of them."""
+    """Whether the updates of a block's matrices together, recorded or not, have the bits of each alone. cuBLAS makes a
+    part of them."""
     dtype = DTYPES[method]
     updates = [torch.randn(math.prod(shape), device=device) for shape in block]
     same = True
     for group in batches(block):
         own, some = [block[each] for each in group], [updates[each] for each in group]
-        together = orthogonal_together(own, iter(some), method, dtype)
-        for shape, update, found in zip(own, some, together, strict=True):
-            [alone] = orthogonal_together([shape], iter([update]), method, dtype)
-            same &= torch.equal(found, alone)
+        iterations = Iterations(Device(device))
+        for _ in range(3):  # as written, recorded, replayed
+            together = iterations.orthogonal(own, iter(some), method, dtype)
+            for shape, update, found in zip(own, some, together, strict=True):
+                [alone] = orthogonal_together([shape], iter([update]), method, dtype, device)
+                same &= torch.equal(found, alone)
     return same
 
 

@@ -3,6 +3,7 @@ of that, which the plan counts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,21 +13,30 @@ from ds_slide.kernels.offload.tiles import has_tiles
 Shape = tuple[int, int, int]
 """Count, rows and columns of the matrices of one parameter."""
 
+PRODUCT_BYTES = 16
+"""GPU bytes of the products of one matrix by itself, an element."""
 SHORT_DTYPES = (torch.float16, torch.bfloat16)
 MOST_BATCH_BYTES = 1536 << 20
-"""GPU bytes of one batch. All matrices of a block of 3 B take 0.42 GB and of 7 B 1.27. Larger ones fill a GPU in
+"""GPU bytes of one batch. All matrices of a block of 3 B take 0.48 GB and of 7 B 1.45. Larger ones fill a GPU in
 smaller batches."""
 
 
-def bytes_of(shapes: Sequence[Shape]) -> int:
-    """Return the GPU bytes of a batch, the update of its largest parameter included.
+def squares_of(shapes: Sequence[Shape]) -> int:
+    """Return the elements of a square of each matrix, with its smaller side."""
+    return sum(shape[0] * min(shape[1:]) ** 2 for shape in shapes)
 
-    The matrices in 16 bits are there all the time. Beside them are the largest of: five squares of the iteration; the
-    matrices a second time and the product; the product, and an update while it is applied (16 bits, and fp32 twice)."""
-    numels = [count * rows * columns for count, rows, columns in shapes]
-    squares = sum(shape[0] * min(shape[1:]) ** 2 for shape in shapes)
-    own = 2 * sum(numels)
-    return own + max(5 * 2 * squares, own + 2 * squares, 2 * squares + (2 + 4 + 4) * max(numels))
+
+def numel_of(shapes: Sequence[Shape]) -> int:
+    """Return the elements of the memory of a batch (`muon_batch.Batch`): the matrices twice and a square of each. Three
+    more squares of each lie where the matrices are not at the time, and where these are smaller, beside them."""
+    numel, squares = sum(map(math.prod, shapes)), squares_of(shapes)
+    return 2 * numel + squares + max(0, 3 * squares - numel)
+
+
+def bytes_of(shapes: Sequence[Shape]) -> int:
+    """Return the GPU bytes of a batch: its memory, and beside it the update of its largest parameter in fp32 and in 16
+    bits."""
+    return 2 * numel_of(shapes) + (4 + 2) * max(map(math.prod, shapes))
 
 
 def batches(shapes: Sequence[Shape]) -> list[list[int]]:
@@ -46,8 +56,14 @@ def batches(shapes: Sequence[Shape]) -> list[list[int]]:
 
 def most_bytes(shapes: Sequence[Shape]) -> int:
     """Return the GPU bytes of the largest batch of a unit with these matrices, or more; 0 if no kernel takes them. A
-    batch of one parameter may pass `MOST_BATCH_BYTES`; the plan counts that as the products of one matrix."""
+    batch of one parameter may pass `MOST_BATCH_BYTES`; the plan counts that as the products of one matrix.
+
+    All batches use the same memory, which a run keeps. So products of matrices that no kernel takes come on top."""
     taken = [shape for shape in shapes if has_tiles(min(shape[1:]), max(shape[1:]))]
+    if not taken:
+        return 0
+    largest = max(math.prod(shape[1:]) for shape in shapes)
+    others = [min(largest, math.prod(shape)) for shape in shapes if shape not in taken]
     sizes = {min(shape[1:]) for shape in taken}
     found = [bytes_of([shape for shape in taken if min(shape[1:]) == size]) for size in sizes]
-    return min(max(found, default=0), MOST_BATCH_BYTES)
+    return min(max(found), MOST_BATCH_BYTES) + PRODUCT_BYTES * max(others, default=0)

@@ -86,8 +86,8 @@ MATRICES_UNDER_WAY = 3
 there are more."""
 MATRIX_PRODUCT_BYTES = 16
 """GPU bytes of the products for each element of the largest matrix: an fp32 update, and in fp16 or bf16 six of a matrix
-and its squares of the iteration. Where states are on the GPU, matrices of a unit may be updated together, which takes
-`UnitSize.batch_bytes` if that is more."""
+and its squares of the iteration (`optim.muon_groups` has the same number). Where states are on the GPU, matrices of a
+unit may be updated together, which takes `UnitSize.batch_bytes` if that is more."""
 PIECE_ALIGNMENT = 256
 """Bytes, a multiple of which each copy of a matrix begins at, as torch's own tensors on the GPU do."""
 

@@ -1,7 +1,7 @@
 """Updates by Muon (`ds_slide.optim.muon`): whole matrices, on the accelerator.
 
 States on the GPU are updated in place, on the compute stream (`run_on_gpu`), many matrices of a unit together where a
-kernel takes them so (`ds_slide.optim.muon_batch`). That changes no bit.
+kernel takes them so (`ds_slide.optim.muon_batch`). That changes no bit. Their iterations are recorded (`iterations`).
 
 States in host memory pass three threads, each with a stream, on one rank. The matrices of all units follow each other
 without a gap: while the products of one run, the next ones go up, from the next unit too, and earlier ones come back.
@@ -55,6 +55,7 @@ from ds_slide.runtime.core.futures import synchronize
 from ds_slide.runtime.core.lanes import Job
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep, on_gpu
+from ds_slide.runtime.updates.iterations import Iterations
 from ds_slide.store.in_memory import KeptOnGpu
 from ds_slide.store.state_buffers import StateBuffers
 from ds_slide.store.tiers import Held
@@ -110,6 +111,11 @@ class MatrixUpdates:
         self._up = context.device.stream()
         self._scale = context.settings.slide.muon_scale
         self._most = max((unit.largest_matrix for unit in context.plan.units), default=0)
+        wanted = context.settings.slide.captured_blocks
+        records = self._device.is_cuda if wanted == "auto" else wanted
+        self.iterations = Iterations(self._device) if records else None
+        """Of the thread that computes. The lane records none: torch's generator, which the forward may draw from, takes
+        itself to be recorded meanwhile."""
         self._copies: ByteRing | None = None
         """None where the states of all matrices are on the GPU from the start."""
         if context.allocator.tier(MATRIX_COPIES) is not None:
@@ -158,8 +164,14 @@ class MatrixUpdates:
                 for run, here in zip(runs, places, strict=True)
             )
             with self._own_dtypes():
-                for run, here, update in zip(runs, places, self._orthogonal(runs, updates), strict=True):
+                found = self._orthogonal(runs, updates, self.iterations)
+                for run, here, update in zip(runs, places, found, strict=True):
                     self._apply(run, here, update)
+
+    def close(self) -> None:
+        """Free the recordings. No update runs any more."""
+        if self.iterations is not None:
+            self.iterations.close()
 
     def orthogonalize(self, unit: Unit, step: UpdateStep) -> float:
         """Advance the momentum of a unit, and put its orthogonal update in the place of its held gradient. Return the
@@ -276,11 +288,16 @@ class MatrixUpdates:
     def _by_kernel(self, run: _Run) -> bool:
         return run.matrices is not None and goes_together(run.shape, self._device.torch, run.dtype)
 
-    def _orthogonal(self, runs: Sequence[_Run], updates: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the flat orthogonal updates of a batch of runs."""
+    def _orthogonal(
+        self, runs: Sequence[_Run], updates: Iterator[torch.Tensor], iterations: Iterations | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Yield the flat orthogonal updates of a batch of runs. With `iterations`, the next call overwrites them."""
         if self._by_kernel(runs[0]):
-            first = runs[0]
-            yield from orthogonal_together([run.shape for run in runs], updates, first.hyper.method, first.dtype)
+            shapes, method, dtype = [run.shape for run in runs], runs[0].hyper.method, runs[0].dtype
+            if iterations is not None:
+                yield from iterations.orthogonal(shapes, updates, method, dtype)
+            else:
+                yield from orthogonal_together(shapes, updates, method, dtype, self._device.torch)
             return
         for run, update in zip(runs, updates, strict=True):
             if run.matrices is None:

@@ -16,7 +16,10 @@ from ds_slide.kernels.offload import tiles
 from ds_slide.optim import muon_batch
 from ds_slide.optim.muon_groups import most_bytes
 from ds_slide.plan.allocations import MATRIX_PRODUCTS
+from ds_slide.runtime.captured.captures import Captures
+from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.updates import matrices
+from ds_slide.runtime.updates.iterations import Iterations
 
 pytestmark = pytest.mark.usefixtures("one_rank", "quick_interpreter")
 
@@ -77,6 +80,25 @@ def test_the_matrices_of_a_unit_together_have_the_bits_of_each_alone(method: str
     assert sorted(taken) == sorted(2 * 2 * [2, 5])
     assert differences(alone, together) == []
     assert differences(alone, trained({"gpu_states": 0, "debug": {"lane_delay_ms": 1.0, "seed": 3}}, method)) == []
+
+
+def test_recordings_have_the_same_bits_and_end_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU accelerator a replay calls the iterations again."""
+    replayed: list[Graph] = []
+    replay = Graph.replay
+    monkeypatch.setattr(Graph, "replay", lambda self: (replayed.append(self), replay(self))[1])
+    plain = trained({**EVERYTHING, "captured_blocks": False}, "gram")
+    assert not replayed
+    # Blocks stay as they are: only the updates are recorded.
+    monkeypatch.setattr(Captures, "begin", lambda *_: None)
+    kept: list[Iterations] = []
+    made = Iterations.__init__
+    monkeypatch.setattr(Iterations, "__init__", lambda self, device: (kept.append(self), made(self, device))[1])
+    recorded = trained({**EVERYTHING, "captured_blocks": True}, "gram")
+    # Two batches in each of two blocks and two steps. Memory grows for the second, so the first is as written twice.
+    assert len(replayed) == 2 * 2 * 2 - 3 and len(set(map(id, replayed))) == 2
+    assert differences(plain, recorded) == []
+    assert kept and all(each._bytes is None and not each._recorded for each in kept)
 
 
 def test_it_learns_as_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
