@@ -340,7 +340,8 @@ class SlideConfig(_Block):
     with the same bits. It concerns batches of frequent shapes, without autocast. Blocks keep their activations, or all
     are recomputed where these find no room or most weights stream ([recorded blocks](budgets.md#recorded-blocks)).
     "auto": where the GPU waits for the host and has the memory. true: also where it does not wait, for blocks with
-    experts, and on the CPU accelerator, which runs the operators again.
+    experts, and on the CPU accelerator, which runs the operators again. Muon's updates on a GPU are recorded too
+    ([optimizers](optimizers.md)), unless it is false.
     """
 
     update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ds_slide.optim.adamw import ADAMW, AdamWHyper
+from ds_slide.optim.muon_groups import SHORT_DTYPES, most_bytes
 from ds_slide.optim.rule import Hyper, StateSpec, UpdateRule, range_problems, require_ranges
 
 Method = Literal["gram", "standard"]
@@ -28,8 +29,13 @@ Method = Literal["gram", "standard"]
 ScaleRule = Literal["deepspeed", "moonlight"]
 """The value of ``ds_slide.muon_scale``."""
 
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-_STEPS = 5
+ITERATION = 3.4445, -4.7750, 2.0315
+"""X becomes ``(a + b S + c S S) X``, where S is X X^T."""
+STEPS = 5
+RESTART = 2
+"""The iteration in which "gram" computes the product of the matrix anew, so that errors do not add up."""
+
+_A, _B, _C = ITERATION
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,11 @@ class MuonRule(UpdateRule):
 
     def largest_matrix(self, shapes: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> int:
         return max((math.prod(self.matrices(*each).shape[1:]) for each in shapes), default=0)
+
+    def batch_bytes(self, shapes: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> int:
+        if self.dtypes.get(self.method) not in SHORT_DTYPES:
+            return 0
+        return most_bytes([self.matrices(*each).shape for each in shapes])
 
     def product_flop(self, shapes: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> int:
         return sum(flop(self.matrices(*each).shape, self.method) for each in shapes)
@@ -212,17 +223,16 @@ def iterated(x: torch.Tensor, method: Method) -> torch.Tensor:
 
 
 def _by_products(x: torch.Tensor) -> torch.Tensor:
-    for _ in range(_STEPS):
+    for _ in range(STEPS):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=_B, alpha=_C), x, beta=_A)
     return x
 
 
 def _by_gram(x: torch.Tensor) -> torch.Tensor:
-    restart = 2  # the iteration that computes the product of the matrix anew, so that errors do not add up
     gram, product = x @ x.mT, None
-    for step in range(_STEPS):
-        if step == restart:
+    for step in range(STEPS):
+        if step == RESTART:
             assert product is not None
             x = product @ x
             gram, product = x @ x.mT, None
@@ -232,7 +242,7 @@ def _by_gram(x: torch.Tensor) -> torch.Tensor:
             product.diagonal(dim1=-2, dim2=-1).add_(_A)
         else:
             product = torch.baddbmm(product, z, product, beta=_A)
-        if step + 1 not in (restart, _STEPS):
+        if step + 1 not in (RESTART, STEPS):
             half = torch.baddbmm(gram, z, gram, beta=_A)
             gram = torch.baddbmm(half, z, half, beta=_A)
     assert product is not None

@@ -64,7 +64,8 @@ def apply(
         join_split(weight, remainder, master)
     else:
         master = weight if remainder is None else remainder
-    master.mul_(decay).add_(update.to(torch.float32).mul(factor), alpha=-hyper.lr)
+    scaled = update.mul(factor) if update.dtype == torch.float32 else update.to(torch.float32).mul_(factor)
+    master.mul_(decay).add_(scaled, alpha=-hyper.lr)
     if remainder is None:
         return
     if remainder.is_floating_point():

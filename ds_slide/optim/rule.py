@@ -145,6 +145,11 @@ class UpdateRule:
         `shapes`: of trained parameters."""
         return 0
 
+    def batch_bytes(self, shapes: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> int:  # noqa: ARG002
+        """Return the accelerator's bytes of a step that takes such matrices together, where their states are there; 0
+        if it takes them one by one. `shapes`: as before."""
+        return 0
+
     def product_flop(self, shapes: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> int:  # noqa: ARG002
         """Return the FLOP of the products of a step over such matrices, on the accelerator. `shapes`: as before."""
         return 0

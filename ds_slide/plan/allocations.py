@@ -85,8 +85,9 @@ MATRICES_UNDER_WAY = 3
 """The largest matrices that the copies have bytes for: one goes up, one is updated, one comes back. Of smaller ones
 there are more."""
 MATRIX_PRODUCT_BYTES = 16
-"""GPU bytes of the products for each element of the largest matrix: an fp32 update, two matrices and four squares of
-the iteration in fp16 or bf16."""
+"""GPU bytes of the products for each element of the largest matrix: an fp32 update, and in fp16 or bf16 six of a matrix
+and its squares of the iteration (`optim.muon_groups` has the same number). Where states are on the GPU, matrices of a
+unit may be updated together, which takes `UnitSize.batch_bytes` if that is more."""
 PIECE_ALIGNMENT = 256
 """Bytes, a multiple of which each copy of a matrix begins at, as torch's own tensors on the GPU do."""
 
@@ -206,8 +207,12 @@ def _of_matrices(units: Sequence[UnitSize], needs: Needs, placement: Placement) 
     if uploaded:
         copies = MATRICES_UNDER_WAY * max(_matrix_copy_bytes(unit, needs, largest) for unit in uploaded)
         yield Allocation(MATRIX_COPIES, "gpu", copies, "states on their way")
-    streams = bool(uploaded) + bool(matrices.keys() & (placement.on_gpu | placement.promoted))
-    yield Allocation(MATRIX_PRODUCTS, "gpu", streams * MATRIX_PRODUCT_BYTES * largest, "states on their way", streams)
+    there = [matrices[index].batch_bytes for index in matrices.keys() & (placement.on_gpu | placement.promoted)]
+    one = MATRIX_PRODUCT_BYTES * largest
+    products = ([one] if uploaded else []) + ([max(one, *there)] if there else [])
+    # Tensors come and go, so equal streams count as so many pieces, and others as one.
+    count = len(products) if len(set(products)) == 1 else 1
+    yield Allocation(MATRIX_PRODUCTS, "gpu", sum(products), "states on their way", count)
 
 
 def _matrix_copy_bytes(unit: UnitSize, needs: Needs, numel: int) -> int:

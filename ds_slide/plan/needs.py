@@ -32,6 +32,9 @@ class UnitSize:
     largest_matrix: int = 0
     """Elements of the largest matrix that its update takes as a whole, on the accelerator; 0: it is updated element by
     element."""
+    batch_bytes: int = 0
+    """GPU bytes of an update that takes several of these matrices together, where the states are on the GPU; 0: it
+    takes them one by one."""
     product_flop: int = 0
     """FLOP of the products of these matrices in an update, which the accelerator makes wherever the states are."""
 

@@ -108,6 +108,7 @@ def _free_memory(parts: Parts) -> None:
     if parts.window is not None:
         parts.window.refit((), 0, ())
     parts.gradients.free_buffers()
+    parts.updating.close()
     parts.context.memory.forget()
     if parts.context.shared is not None:
         parts.context.shared.parts.clear()

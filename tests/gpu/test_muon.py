@@ -7,6 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+
+from ds_slide.optim.muon import Method
+from ds_slide.optim.muon_batch import has_kernel, orthogonal_together
+from ds_slide.optim.muon_groups import Shape
+from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.updates.iterations import Iterations
 
 STEPS = 12
 HOST_STATES = {"gpu_states": 0, "kernels": "off"}
@@ -27,11 +34,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delays": {"window": 3, "debug": {"lane_delay_ms": 3.0, "seed": 1}},
     "some states on the GPU": {"gpu_states": SOME, "debug": {"lane_delay_ms": 3.0, "seed": 2}},
     "all states on the GPU": {"gpu_states": ALL},
+    "all states on the GPU, as written": {"gpu_states": ALL, "captured_blocks": False},
     "moves": {"window": 3},
     "moves, delays": {"debug": {"lane_delay_ms": 3.0, "seed": 3}},
     "held gradients": {"defer_updates": True},
 }
-EXACT: dict[str, Any] = {**MUON, "steps": 6, "exact": True, "record": ["states"]}
+EXACT: dict[str, Any] = {**MUON, "steps": 6, "exact": True, "record": ["states", "recorded_updates"]}
+LARGE: list[Shape] = [(1, 1024, 1024), (1, 2816, 1024), (2, 1024, 2816)]
+"""Taken by descriptors."""
 COMPARED = [*((name, "fp32") for name in VARIANTS), ("delays", "bf16"), ("moves, delays", "bf16")]
 PLACES = {"host": HOST_STATES, "some on the GPU": {**HOST_STATES, "gpu_states": SOME}}
 HOT: list[dict[str, Any]] = [
@@ -126,6 +136,30 @@ def test_placement_changes_no_bit(variant: str, bits: str, placed: Any) -> None:
     assert set(reference["states"]) == {"weight", "momentum_buffer", "exp_avg", "exp_avg_sq", "low_precision_weight"}
     assert found["losses"] == reference["losses"]
     assert found["states"] == reference["states"]
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.skipif(not (torch.cuda.is_available() and has_kernel(torch.device("cuda", 0))), reason="no such kernel")
+def test_updates_on_the_gpu_are_recorded(placed: Any) -> None:
+    assert placed["all states on the GPU, fp32"]["recorded_updates"] > 0
+    assert placed["all states on the GPU, as written, fp32"]["recorded_updates"] == 0
+    assert placed["reference, fp32"]["recorded_updates"] == 0
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.skipif(not (torch.cuda.is_available() and has_kernel(torch.device("cuda", 0))), reason="no such kernel")
+@pytest.mark.parametrize(("method", "dtype"), [("gram", torch.float16), ("standard", torch.bfloat16)])
+def test_recordings_of_large_matrices_change_no_bit(method: Method, dtype: torch.dtype) -> None:
+    device = torch.device("cuda", 0)
+    own = Iterations(Device(device))
+    for _ in range(4):
+        given = [torch.randn(math.prod(shape), device=device) for shape in LARGE]
+        found = [each.clone() for each in own.orthogonal(LARGE, iter(given), method, dtype)]
+        for shape, update, each in zip(LARGE, given, found, strict=True):
+            [alone] = orthogonal_together([shape], iter([update]), method, dtype, device)
+            assert torch.equal(each, alone)
+    assert [each.is_recorded for each in own.batches] == [True]
+    own.close()
 
 
 @pytest.mark.needs_cuda

@@ -77,7 +77,7 @@ class Scenario:
     """Additions to the "ds_slide" block. Without "kernels" the model's own modules are replaced on a GPU."""
     record: tuple[str, ...] = ()
     """What to record besides losses, norms and the kernels in the model: gradients, states, syncs, allocations,
-    memory, placement, masters, samples, pools."""
+    memory, placement, masters, samples, pools, recorded_updates."""
 
 
 def device() -> torch.device:
@@ -276,6 +276,9 @@ class Recorder:
             self.result["masters"] = master_digests(self._engine)
         if "samples" in self._scenario.record:
             self.result["samples"] = master_samples(self._engine)
+        if "recorded_updates" in self._scenario.record:
+            iterations = self._engine.optimizer.runtime.parts.updating.host.iterations
+            self.result["recorded_updates"] = sum(each.is_recorded for each in iterations.batches) if iterations else 0
         if "states" in self._scenario.record:
             self.result["states"] = state_digests(self._engine)
 

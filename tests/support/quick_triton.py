@@ -10,6 +10,7 @@ import builtins
 import functools
 from typing import Any
 
+import numpy
 import pytest
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -23,6 +24,7 @@ def use(patch: pytest.MonkeyPatch) -> None:
     _compare_quickly(patch)
     _name_types_late(patch)
     _keep_numpy_types(patch)
+    _multiply_bf16(patch)
 
 
 def _prepare_once_a_launch(patch: pytest.MonkeyPatch) -> None:
@@ -122,3 +124,19 @@ def _keep_numpy_types(patch: pytest.MonkeyPatch) -> None:
         return of_pointer(scalar) if isinstance(scalar, core.pointer_type) else of_scalar(scalar)
 
     patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+
+
+def _multiply_bf16(patch: pytest.MonkeyPatch) -> None:
+    """A product of bf16 matrices. The interpreter keeps them as 16-bit integers, and multiplies those."""
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(factor: Any) -> Any:
+        if factor.dtype.scalar != core.bfloat16:
+            return factor
+        values = (factor.data.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
+        return interpreter.TensorHandle(values, core.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return dot(self, widened(a), widened(b), *others)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -225,6 +225,7 @@ class UnitPlan:
             0 if held is None else held.itemsize,
             client_bytes=0 if rule is None else rule.beside(self.members),
             largest_matrix=largest,
+            batch_bytes=0 if rule is None or settings.updates_in_step else rule.batch_bytes(shapes),
             product_flop=0 if rule is None else rule.product_flop(shapes),
         )
 

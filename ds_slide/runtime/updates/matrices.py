@@ -1,6 +1,7 @@
 """Updates by Muon (`ds_slide.optim.muon`): whole matrices, on the accelerator.
 
-States on the GPU are updated in place, on the compute stream (`run_on_gpu`).
+States on the GPU are updated in place, on the compute stream (`run_on_gpu`), many matrices of a unit together where a
+kernel takes them so (`ds_slide.optim.muon_batch`). That changes no bit. Their iterations are recorded (`iterations`).
 
 States in host memory pass three threads, each with a stream, on one rank. The matrices of all units follow each other
 without a gap: while the products of one run, the next ones go up, from the next unit too, and earlier ones come back.
@@ -33,7 +34,7 @@ no bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,9 @@ import torch
 from ds_slide.compression.codec import SegmentStep
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.muon import Matrices, MuonHyper, orthogonal
+from ds_slide.optim.muon import Matrices, Method, MuonHyper, orthogonal
+from ds_slide.optim.muon_batch import goes_together, orthogonal_together
+from ds_slide.optim.muon_groups import batches
 from ds_slide.optim.muon_step import advance, apply
 from ds_slide.optim.rule import Part
 from ds_slide.plan.allocations import MATRIX_COPIES, MATRIX_PRODUCTS
@@ -52,6 +55,7 @@ from ds_slide.runtime.core.futures import synchronize
 from ds_slide.runtime.core.lanes import Job
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep, on_gpu
+from ds_slide.runtime.updates.iterations import Iterations
 from ds_slide.store.in_memory import KeptOnGpu
 from ds_slide.store.state_buffers import StateBuffers
 from ds_slide.store.tiers import Held
@@ -72,6 +76,16 @@ class _Run:
     @property
     def numel(self) -> int:
         return self.items.stop - self.items.start
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        assert self.matrices is not None
+        return self.matrices.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of the products."""
+        return self.hyper.rule.dtypes[self.hyper.method]
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,11 @@ class MatrixUpdates:
         self._up = context.device.stream()
         self._scale = context.settings.slide.muon_scale
         self._most = max((unit.largest_matrix for unit in context.plan.units), default=0)
+        wanted = context.settings.slide.captured_blocks
+        records = self._device.is_cuda if wanted == "auto" else wanted
+        self.iterations = Iterations(self._device) if records else None
+        """Of the thread that computes. The lane records none: torch's generator, which the forward may draw from, takes
+        itself to be recorded meanwhile."""
         self._copies: ByteRing | None = None
         """None where the states of all matrices are on the GPU from the start."""
         if context.allocator.tier(MATRIX_COPIES) is not None:
@@ -138,9 +157,21 @@ class MatrixUpdates:
             self._host.run_on_gpu(unit, gradient, step)
             return
         span = on_gpu(unit, gradient)
-        for run in self._runs(unit, step):
-            here, part = span.buffers.part(run.items, unit.state.specs), gradient[run.items]
-            self._apply(run, here, self._advanced(run, here, part, step.grad_scale, unit.order))
+        for runs in self._batches(self._runs(unit, step)):
+            places = [span.buffers.part(run.items, unit.state.specs) for run in runs]
+            updates = (
+                self._advanced(run, here, gradient[run.items], step.grad_scale, unit.order)
+                for run, here in zip(runs, places, strict=True)
+            )
+            with self._own_dtypes():
+                found = self._orthogonal(runs, updates, self.iterations)
+                for run, here, update in zip(runs, places, found, strict=True):
+                    self._apply(run, here, update)
+
+    def close(self) -> None:
+        """Free the recordings. No update runs any more."""
+        if self.iterations is not None:
+            self.iterations.close()
 
     def orthogonalize(self, unit: Unit, step: UpdateStep) -> float:
         """Advance the momentum of a unit, and put its orthogonal update in the place of its held gradient. Return the
@@ -154,7 +185,8 @@ class MatrixUpdates:
             stored.copy_(momentum, non_blocking=True)
             whole = self._ranks.gather(own, f"the update of {entry.name}", in_step=True)
             for place, some in matrices.together(self._most):
-                found = self._orthogonal(whole[place], some, hyper)
+                run = _Run(place, hyper, some)
+                found = self._orthogonal_alone(run, whole[place])
                 whole[place] = found.to(torch.float32).mul_(some.scale(self._scale))
             start, stop = piece(entry, self._ranks.rank)
             update = whole[start:stop]
@@ -205,7 +237,7 @@ class MatrixUpdates:
         masters = [(stored.weight, here.weight)]
         if sent.run.matrices is not None:
             self._send_back([(stored.optimizer[MOMENTUM], here.optimizer[MOMENTUM])], last=False)
-        self._apply(sent.run, here, update)
+        self._apply(sent.run, here, self._orthogonal_alone(sent.run, update))
         lane.meter.add_interval(start, self._device.mark(timed=True), label=("products", sent.order))
         if stored.remainder is not None:
             assert here.remainder is not None
@@ -237,19 +269,51 @@ class MatrixUpdates:
 
     def _apply(self, run: _Run, here: StateBuffers, update: torch.Tensor) -> None:
         """Apply the orthogonal update to the masters."""
-        hyper, factor = run.hyper, run.hyper.factor
-        if run.matrices is not None:
-            update = self._orthogonal(update, run.matrices, hyper)
-            factor = run.matrices.scale(self._scale)
+        factor = run.hyper.factor if run.matrices is None else run.matrices.scale(self._scale)
         assert factor is not None
-        apply(here.weight, here.remainder, update, factor, hyper)
+        apply(here.weight, here.remainder, update, factor, run.hyper)
 
-    def _orthogonal(self, update: torch.Tensor, matrices: Matrices, hyper: MuonHyper) -> torch.Tensor:
-        """Return the flat orthogonal update. Its products have their own data type, also where a script calls
-        `engine.step()` under autocast."""
-        with torch.autocast(self._device.torch.type, enabled=False):
-            found = orthogonal(update.view(matrices.shape), hyper.method, hyper.rule.dtypes[hyper.method])
-        return found.reshape(-1)
+    def _batches(self, runs: Iterable[_Run]) -> Iterator[list[_Run]]:
+        """Yield all runs of a unit: in batches those that a kernel takes together, the others one by one."""
+        taken: dict[tuple[Method, torch.dtype], list[_Run]] = {}
+        for run in runs:
+            if self._by_kernel(run):
+                taken.setdefault((run.hyper.method, run.dtype), []).append(run)
+            else:
+                yield [run]
+        for same in taken.values():
+            for indices in batches([run.shape for run in same]):
+                yield [same[index] for index in indices]
+
+    def _by_kernel(self, run: _Run) -> bool:
+        return run.matrices is not None and goes_together(run.shape, self._device.torch, run.dtype)
+
+    def _orthogonal(
+        self, runs: Sequence[_Run], updates: Iterator[torch.Tensor], iterations: Iterations | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Yield the flat orthogonal updates of a batch of runs. With `iterations`, the next call overwrites them."""
+        if self._by_kernel(runs[0]):
+            shapes, method, dtype = [run.shape for run in runs], runs[0].hyper.method, runs[0].dtype
+            if iterations is not None:
+                yield from iterations.orthogonal(shapes, updates, method, dtype)
+            else:
+                yield from orthogonal_together(shapes, updates, method, dtype, self._device.torch)
+            return
+        for run, update in zip(runs, updates, strict=True):
+            if run.matrices is None:
+                yield update
+            else:
+                yield orthogonal(update.view(run.shape), run.hyper.method, run.dtype).reshape(-1)
+
+    def _orthogonal_alone(self, run: _Run, update: torch.Tensor) -> torch.Tensor:
+        with self._own_dtypes():
+            [found] = self._orthogonal([run], iter([update]))
+        return found
+
+    def _own_dtypes(self) -> torch.autocast:
+        """Return a context in which products have their own data type, also where a script calls `engine.step()` under
+        autocast."""
+        return torch.autocast(self._device.torch.type, enabled=False)
 
     def _sent(self, stored: torch.Tensor) -> torch.Tensor:
         """Return a copy on the accelerator; on the CPU accelerator it is the tensor itself."""

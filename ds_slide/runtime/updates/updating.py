@@ -137,6 +137,11 @@ class Updating:
         """Update a unit whose states are on the GPU. Called by the compute thread, on its stream."""
         self.host.run_on_gpu(unit, gradient, UpdateStep(unit.trained.begin(hypers), grad_scale))
 
+    def close(self) -> None:
+        """Free what updates on the GPU keep. No update runs any more."""
+        if isinstance(self.host, MatrixUpdates):
+            self.host.close()
+
     def schedules(self) -> Schedules:
         """Return when updates ran in the measured step and will run in the next. Speculative ones count as deferred."""
         passes = self.passes
