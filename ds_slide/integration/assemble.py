@@ -35,7 +35,6 @@ from ds_slide.patching.experts import bring_experts, stream_experts
 from ds_slide.patching.head import stream_head
 from ds_slide.patching.kinds import ForwardPatch
 from ds_slide.patching.packed import prepare_packed
-from ds_slide.patching.positions import patch_positions
 from ds_slide.plan.cores import Seat, Share, gpu_node, memory_nodes, share_of
 from ds_slide.plan.host_room import FileMappings, groups, host_room, local_ranks, share_with
 from ds_slide.plan.memory import Budgets, Plan, Taken, make_plan
@@ -86,8 +85,6 @@ def assemble(
         if device.is_cuda:
             require_page_locks(plan.host_bytes)
         kernels = apply_kernels(module, config.kernels, get_accelerator().device_name())
-        if config.kernels != "off":
-            kernels.patches.extend(patch_positions(module))
         kernels.patches.extend(prepare_packed(module, {id(tensor) for tensor in carried}, device.torch))
         log.debug("kernels: %s", kernels)
         clients, cores = DeepSpeedClients(ranks.rank, process_group), _cores(ranks, device)
