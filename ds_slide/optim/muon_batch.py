@@ -32,10 +32,10 @@ from ds_slide.optim.muon_groups import SHORT_DTYPES, Shape, numel_of, squares_of
 _A, _B, _C = ITERATION
 
 
-def goes_together(shape: Shape, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether these matrices are updated by `orthogonal_together`, in products of `dtype`. It does not depend on where
-    their states are."""
-    return dtype in SHORT_DTYPES and has_tiles(min(shape[1:]), max(shape[1:])) and has_kernel(device)
+def goes_together(shape: Shape, dtype: torch.dtype) -> bool:
+    """Whether `orthogonal_together` takes these matrices, in products of `dtype`. It does not depend on where their
+    states are."""
+    return dtype in SHORT_DTYPES and has_tiles(min(shape[1:]), max(shape[1:]))
 
 
 @cache

@@ -45,7 +45,7 @@ def test_defaults():
     assert config.huge_pages is False
     assert config.kernels == "auto"
     assert config.flat_pieces is False
-    assert (config.muon_scale, config.muon_norm) == ("deepspeed", "gradient")
+    assert (config.muon_scale, config.muon_norm, config.muon_kernel) == ("deepspeed", "gradient", False)
     assert config.async_save is False
     assert config.checkpoint.require_manifest is False
     assert config.hang_timeout == 300.0
@@ -83,6 +83,7 @@ def test_every_setting_is_read():
         "flat_pieces": True,
         "muon_scale": "moonlight",
         "muon_norm": "update",
+        "muon_kernel": True,
         "async_save": True,
         "checksums": False,
         "checkpoint": {"require_manifest": True},

@@ -27,7 +27,7 @@ SAMPLED = {"record": ["samples"]}
 PLAIN = [{"name": f"clip {clip:g}", "clip": clip} for clip in CLIPS]
 # Beside DeepSpeed's own, whose momentum is in bf16. It clips by the norm of the update, and so does the key.
 STOCK = [{"name": "clip 0", "clip": 0.0}, {"name": "clip 1", "clip": 1.0, "slide": BY_UPDATE}]
-REFERENCE = {"window": 2, **HOST_STATES}
+REFERENCE = {"window": 2, "muon_kernel": True, **HOST_STATES}
 VARIANTS: dict[str, dict[str, Any]] = {
     "the same again": {},
     "window 4": {"window": 4},

@@ -71,6 +71,11 @@ class RuntimeSettings:
         return isinstance(self.rule, MuonRule) and self.clips and self.slide.muon_norm == "update"
 
     @property
+    def takes_batches(self) -> bool:
+        """Whether a kernel takes several matrices of a unit together."""
+        return self.slide.muon_kernel and not self.updates_in_step
+
+    @property
     def updates_in_step(self) -> bool:
         """Whether Muon's updates are computed in the step, before they are applied: for their norm, or because each
         rank has a flat piece of a matrix."""
@@ -225,7 +230,7 @@ class UnitPlan:
             0 if held is None else held.itemsize,
             client_bytes=0 if rule is None else rule.beside(self.members),
             largest_matrix=largest,
-            batch_bytes=0 if rule is None or settings.updates_in_step else rule.batch_bytes(shapes),
+            batch_bytes=0 if rule is None or not settings.takes_batches else rule.batch_bytes(shapes),
             product_flop=0 if rule is None else rule.product_flop(shapes),
         )
 

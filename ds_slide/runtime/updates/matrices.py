@@ -43,11 +43,12 @@ from ds_slide.compression.codec import SegmentStep
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.muon import Matrices, Method, MuonHyper, orthogonal
-from ds_slide.optim.muon_batch import goes_together, orthogonal_together
+from ds_slide.optim.muon_batch import goes_together, has_kernel, orthogonal_together
 from ds_slide.optim.muon_groups import batches
 from ds_slide.optim.muon_step import advance, apply
 from ds_slide.optim.rule import Part
 from ds_slide.plan.allocations import MATRIX_COPIES, MATRIX_PRODUCTS
+from ds_slide.report.log import log
 from ds_slide.runtime.core.byte_ring import ByteRing
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
@@ -111,8 +112,14 @@ class MatrixUpdates:
         self._up = context.device.stream()
         self._scale = context.settings.slide.muon_scale
         self._most = max((unit.largest_matrix for unit in context.plan.units), default=0)
-        wanted = context.settings.slide.captured_blocks
-        records = self._device.is_cuda if wanted == "auto" else wanted
+        slide = context.settings.slide
+        self._has_kernel = slide.muon_kernel and has_kernel(self._device.torch)
+        if slide.muon_kernel and not self._has_kernel:
+            log.warning(
+                "ds_slide.muon_kernel is true, but its kernel needs a Hopper GPU and Triton 3.4: torch multiplies"
+            )
+        wanted = slide.captured_blocks
+        records = self._has_kernel and (self._device.is_cuda if wanted == "auto" else wanted)
         self.iterations = Iterations(self._device) if records else None
         """Of the thread that computes. The lane records none: torch's generator, which the forward may draw from, takes
         itself to be recorded meanwhile."""
@@ -286,7 +293,7 @@ class MatrixUpdates:
                 yield [same[index] for index in indices]
 
     def _by_kernel(self, run: _Run) -> bool:
-        return run.matrices is not None and goes_together(run.shape, self._device.torch, run.dtype)
+        return self._has_kernel and run.matrices is not None and goes_together(run.shape, run.dtype)
 
     def _orthogonal(
         self, runs: Sequence[_Run], updates: Iterator[torch.Tensor], iterations: Iterations | None = None

@@ -25,14 +25,15 @@ pytestmark = pytest.mark.usefixtures("one_rank", "quick_interpreter")
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 96, "num_key_value_heads": 2}
 BLOCK = [(1, 64, 64), (1, 32, 64), (1, 32, 64), (1, 64, 64), (1, 96, 64), (1, 96, 64), (1, 64, 96)]
-SLIDE = {"window": 2}
+SLIDE = {"window": 2, "muon_kernel": True}
 EVERYTHING = {"gpu_states": 10_000_000}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILES", {32: tiles.Tiles(64, 64, 64, warps=1, stages=1)})
-    monkeypatch.setattr(muon_batch, "has_kernel", lambda _: True)
+    for where in (muon_batch, matrices):
+        monkeypatch.setattr(where, "has_kernel", lambda _: True)
     dtypes = {"gram": torch.float16, "standard": torch.bfloat16}
     monkeypatch.setattr(update_rules, "_product_dtypes", lambda: dtypes)
 
@@ -101,10 +102,13 @@ def test_recordings_have_the_same_bits_and_end_with_the_engine(monkeypatch: pyte
     assert kept and all(each._bytes is None and not each._recorded for each in kept)
 
 
-def test_it_learns_as_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_learns_as_without_the_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     by_kernel = trained(EVERYTHING, "gram")
-    monkeypatch.setattr(muon_batch, "has_kernel", lambda _: False)
-    plain = trained(EVERYTHING, "gram")
+    plain = trained({**EVERYTHING, "muon_kernel": False}, "gram")
+    assert "needs a Hopper GPU" not in caplog.text
+    monkeypatch.setattr(matrices, "has_kernel", lambda _: False)
+    assert differences(trained(EVERYTHING, "gram"), plain) == []
+    assert "needs a Hopper GPU" in caplog.text
     assert differences(by_kernel, plain)
     assert by_kernel.losses == pytest.approx(plain.losses, abs=2e-3)
 
