@@ -477,9 +477,9 @@ class SlideConfig(_Block):
     muon_kernel: StrictBool = Field(default=False, description="true or false")
     """Whether a Hopper kernel makes Muon's symmetric products.
 
-    It takes many matrices together. With all states on an H200 a step of Qwen2.5 3B took 0.723 s with it, and 0.785 s without. Where states stream it
-    launches more, and has not been measured. Its sums have another order than those of cuBLAS, so losses differ in
-    their last digits ([optimizers](optimizers.md#muon)).
+    It takes many matrices together. With all states on an H200 a step of Qwen2.5 3B took 0.723 s with it, and 0.785 s
+    without. Where states stream it launches more, and has not been measured. Its sums have another order than those of
+    cuBLAS, so losses differ in their last digits ([optimizers](optimizers.md#muon)).
     """
 
     async_save: StrictBool = Field(default=False, description="true or false")
