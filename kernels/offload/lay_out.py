@@ -21,6 +21,8 @@ CHUNK = 1024
 NUM_WARPS = 8
 # Units of all places, in elements. Places of any number of elements are copied one by one, the others in vectors.
 UNITS = (64, 8, 1)
+# What elements of so many bytes are copied as: not every GPU has loads of every data type (8-bit floats).
+COPIED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPILED: Compiled = {}
 
 
@@ -70,10 +72,12 @@ class Pieces:
 
 def lay_out(pieces: Pieces, source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy `pieces` of `source` to `target`, both flat and of one data type, on the current stream, without waiting."""
+    dtype = COPIED_AS[target.itemsize]
+    source, target = source.view(dtype), target.view(dtype)
     launch(
         _COMPILED,
         _lay_out_kernel,
-        (target.device, target.dtype) if aligned((source, target)) else None,
+        (target.device, dtype) if aligned((source, target)) else None,
         pieces.programs,
         (source, target, pieces.table_on(target.device)),
         COUNT=pieces.count,
