@@ -280,7 +280,7 @@ class Ranks:
         for powers of two. A division of its own reads and writes the gradients of a step once more: 9 ms of a GPU and
         144 launches with 3 B and four micro-batches."""
         is_power_of_two = self.world_size & (self.world_size - 1) == 0
-        return is_power_of_two and str(dist.get_backend(self._group)) == "nccl"
+        return is_power_of_two and self._device.is_cuda and str(dist.get_backend(self._group)) == "nccl"
 
     def sum_(self, values: torch.Tensor, what: str, *after: Marker, in_step: bool = False) -> torch.Tensor:
         """Sum `values` over the ranks, in place. `in_step`: whether the sum is a part of a step."""
