@@ -6,6 +6,7 @@ It takes 14 to 35 us of the host for each launch, and the launch itself 1 to 8 u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 # Triton compiles a kernel for pointers that are multiples of it, or for any pointers.
 POINTER_BYTES = 16
+UNITS = (64, 8, 1)
+"""Elements. A kernel that gets places in buffers as multiples of a unit knows how they are aligned. With units of 1 it
+reads elements one by one, otherwise in vectors."""
 
 Compiled = dict[Hashable, Any]
 """Compiled kernels for launches on one device, by kernel and kind."""
@@ -42,6 +46,12 @@ def launch(
     compiled = kernel[(programs,)](*arguments, **constants)
     if key is not None:
         known[key] = compiled
+
+
+def unit_of(places: Iterable[int]) -> int:
+    """Return the largest of `UNITS` that divides all `places`."""
+    common = math.gcd(*places)
+    return next(unit for unit in UNITS if common % unit == 0)
 
 
 def aligned(tensors: Iterable[torch.Tensor]) -> bool:

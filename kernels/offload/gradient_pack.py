@@ -19,7 +19,7 @@ import triton.language as tl
 from ds_slide.errors import SlideError
 from ds_slide.kernels.constants import ALIGNMENT
 from ds_slide.kernels.dtypes import KERNEL_DTYPES
-from ds_slide.kernels.launch import Compiled, aligned, launch
+from ds_slide.kernels.launch import Compiled, aligned, launch, unit_of
 from ds_slide.kernels.offload.square_sum import combine
 
 # Elements of one program: 256 threads hold 32 each, with four vector loads of 16 bytes in flight per thread. Each BLOCK
@@ -30,8 +30,6 @@ CHUNK = 1024
 # Gradients of one launch. Blocks have 9 to 14. Shorter launches are filled up, so that a unit with a changing number of
 # gradients (experts) never compiles another kernel.
 WIDTH = 16
-# Units of the ranks' parts, in elements. Parts of any number of elements are loaded one by one, the others in vectors.
-PARTS = (64, 8, 1)
 _COMPILED: Compiled = {}
 
 
@@ -158,8 +156,7 @@ class _Layout(NamedTuple):
     """Of one rank, in all launches."""
     alignment: int
     part: int
-    """The unit of the ranks' parts in elements: a power of two, so that the compiler knows how they are aligned. 0: the
-    sources are not divided."""
+    """The unit of the ranks' parts (`UNITS`). 0: the sources are not divided."""
 
 
 @lru_cache(maxsize=1024)
@@ -186,7 +183,7 @@ def _layout(
             )
     places = (*offsets, buffer_numel) if parts else offsets
     alignment = ALIGNMENT if not any(place % ALIGNMENT for place in places) else 1
-    part = next(unit for unit in PARTS if not any(each % unit for each in parts)) if parts else 0
+    part = unit_of(parts) if parts else 0
     divided = parts or (0,) * len(offsets)
     launches: list[_Launch] = []
     begin = partial = 0

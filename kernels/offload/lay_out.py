@@ -13,14 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_slide.kernels.launch import Compiled, aligned, launch
+from ds_slide.kernels.launch import Compiled, aligned, launch, unit_of
 
 # Elements of one program.
 BLOCK = 8192
 CHUNK = 1024
 NUM_WARPS = 8
-# Units of all places, in elements. Places of any number of elements are copied one by one, the others in vectors.
-UNITS = (64, 8, 1)
 # What elements of so many bytes are copied as: not every GPU has loads of every data type (8-bit floats).
 COPIED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPILED: Compiled = {}
@@ -51,8 +49,8 @@ class Pieces:
     def __init__(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """`spans`: (start, start in the other buffer, elements) of each piece. None is empty."""
         self.count = triton.next_power_of_2(len(spans))
-        self.unit = next(unit for unit in UNITS if not any(start % unit for span in spans for start in span[:2]))
         sources, targets, numels = zip(*spans, strict=True)
+        self.unit = unit_of((*sources, *targets))
         programs = [-(-numel // BLOCK) for numel in numels]
         firsts = list(itertools.accumulate(programs, initial=0))
         self.programs = firsts.pop()

@@ -46,9 +46,9 @@ class LayOut:
         if buffer.is_cuda:
             from ds_slide.kernels.offload.lay_out import Pieces, lay_out
 
-            if layout not in self._known:
-                self._known[layout] = Pieces(self.spans(layout))
-            lay_out(self._known[layout], flat, buffer)
+            if (known := self._known.get(layout)) is None:
+                known = self._known[layout] = Pieces(self.spans(layout))
+            lay_out(known, flat, buffer)
             return
         spans = self.spans(layout)
         targets = [buffer[target : target + numel] for _, target, numel in spans]
