@@ -15,14 +15,20 @@ from ds_slide.optim.rounding import keys, random_bits, round_bf16, step_key
 
 
 def advance(
-    stored: torch.Tensor, gradient: torch.Tensor, hyper: MuonHyper, grad_scale: float, seed: int, first: int
+    stored: torch.Tensor,
+    gradient: torch.Tensor,
+    hyper: MuonHyper,
+    grad_scale: float,
+    seed: int,
+    first: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advance a momentum in place, and return Nesterov's update in fp32.
 
     All are flat. `stored`: fp32, or bf16, which is rounded stochastically by bits of (`seed`, step, element). `first`:
-    the number of element 0 within the unit."""
+    the number of element 0 within the unit. `out`: the place of the update; a new tensor if it is None."""
     if stored.is_cuda:
-        return advance_by_kernel(stored, gradient, hyper, grad_scale, seed, first)
+        return advance_by_kernel(stored, gradient, hyper, grad_scale, seed, first, out)
     update = gradient.to(torch.float32, copy=True).mul_(grad_scale)
     momentum = stored.to(torch.float32).lerp_(update, 1.0 - hyper.momentum)
     if stored.dtype == torch.bfloat16:
@@ -30,16 +36,23 @@ def advance(
             values = momentum[start : start + CHUNK]
             random = random_bits(seed, hyper.step, first + start, values.numel(), values.device) >> 16
             stored[start : start + CHUNK].copy_(round_bf16(values, random))
-    return update.lerp_(momentum, hyper.momentum)
+    update.lerp_(momentum, hyper.momentum)
+    return update if out is None else out.copy_(update)
 
 
 def advance_by_kernel(
-    stored: torch.Tensor, gradient: torch.Tensor, hyper: MuonHyper, grad_scale: float, seed: int, first: int
+    stored: torch.Tensor,
+    gradient: torch.Tensor,
+    hyper: MuonHyper,
+    grad_scale: float,
+    seed: int,
+    first: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`advance` on a GPU."""
     from ds_slide.kernels.offload.muon_split import nesterov_  # importing Triton takes a second
 
-    update = torch.empty(gradient.numel(), dtype=torch.float32, device=gradient.device)
+    update = torch.empty(gradient.numel(), dtype=torch.float32, device=gradient.device) if out is None else out
     begin, stop, key = first, first + update.numel(), step_key(seed, hyper.step)
     while begin < stop:  # for all elements whose numbers have the same upper half
         end = min(stop, (begin >> 32) + 1 << 32)

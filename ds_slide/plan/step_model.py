@@ -104,9 +104,11 @@ class Step:
 
     @cached_property
     def products_s(self) -> float:
-        """Seconds of that wait in which the GPU makes products of updates (Muon), wherever their states are. The other
-        products of a measured step lie beside its own work, and are in its time."""
-        return min(self.stall_s, self.lanes.get("products", 0.0))
+        """Seconds of that wait in which the GPU makes products of updates (Muon), wherever their states are. They are
+        spread over the time of the update lane. The products of a measured step that lie beside the GPU's own work are
+        in its time."""
+        waited_share = min(1.0, self.stall_s / (self.lanes.get("update", 0.0) or math.inf))
+        return min(self.stall_s, self.lanes.get("products", 0.0) * waited_share)
 
     @cached_property
     def busiest_s(self) -> float:

@@ -186,7 +186,8 @@ def _make_lanes(blueprint: Blueprint, failures: Failures, recorder: StepRecorder
         outer_h2d=StreamWorker("h2d of outer modules", device, failures, meters[OUTER_H2D], delays[3], idle=outer_idle),
         d2h=StreamWorker("d2h", device, failures, meters["d2h"], delays[1], idle=idle),
         update=UpdateWorker(device, failures, meters["update"], delays[2], idle=idle),
-        products=StreamWorker("products", device, failures, meters[PRODUCTS], delays[4], idle=no_matrices),
+        # Each product waits for the one before. Behind a kernel of the model it would wait for that as well.
+        products=StreamWorker("products", device, failures, meters[PRODUCTS], delays[4], idle=no_matrices, first=True),
         matrices_d2h=StreamWorker("d2h of matrices", device, failures, LaneMeter(), delays[5], idle=no_matrices),
     )
 

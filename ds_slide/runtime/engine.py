@@ -300,6 +300,7 @@ class SlideRuntime:
         # What has been done ahead is whole. With some rules the new states depend on the old weights.
         self._choose_passes(whole=counts or not all(hyper.two_passes for hyper in hypers))
         try:
+            self.parts.updating.prepare(self.units, hypers)
             self._apply(hypers, grad_scale)
             for unit in self.parts.learning.fitted_units():
                 self.access.settle(unit)

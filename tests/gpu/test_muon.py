@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "some states on the GPU": {"gpu_states": SOME, "debug": {"lane_delay_ms": 3.0, "seed": 2}},
     "all states on the GPU": {"gpu_states": ALL},
     "all states on the GPU, as written": {"gpu_states": ALL, "captured_blocks": False},
+    "as written": {"captured_blocks": False},
     "moves": {"window": 3},
     "moves, delays": {"debug": {"lane_delay_ms": 3.0, "seed": 3}},
     "held gradients": {"defer_updates": True},
@@ -141,9 +142,10 @@ def test_placement_changes_no_bit(variant: str, bits: str, placed: Any) -> None:
 @pytest.mark.needs_cuda
 @pytest.mark.skipif(not (torch.cuda.is_available() and has_kernel(torch.device("cuda", 0))), reason="no such kernel")
 def test_updates_on_the_gpu_are_recorded(placed: Any) -> None:
-    assert placed["all states on the GPU, fp32"]["recorded_updates"] > 0
-    assert placed["all states on the GPU, as written, fp32"]["recorded_updates"] == 0
-    assert placed["reference, fp32"]["recorded_updates"] == 0
+    found = {name: placed[f"{name}, fp32"]["recorded_updates"] for name in ("reference", *VARIANTS)}
+    assert found["all states on the GPU"]["together"] > 0
+    assert found["reference"]["together"] == 0 and found["reference"]["streamed"] > 0
+    assert not any(found["all states on the GPU, as written"].values())
 
 
 @pytest.mark.needs_cuda

@@ -277,8 +277,10 @@ class Recorder:
         if "samples" in self._scenario.record:
             self.result["samples"] = master_samples(self._engine)
         if "recorded_updates" in self._scenario.record:
-            iterations = self._engine.optimizer.runtime.parts.updating.host.iterations
-            self.result["recorded_updates"] = sum(each.is_recorded for each in iterations.batches) if iterations else 0
+            host = self._engine.optimizer.runtime.parts.updating.host
+            batches = [] if host.iterations is None else host.iterations.batches
+            counts = {name: len(runs or ()) for name, runs in (("alone", host.alone), ("streamed", host.streamed))}
+            self.result["recorded_updates"] = counts | {"together": sum(each.is_recorded for each in batches)}
         if "states" in self._scenario.record:
             self.result["states"] = state_digests(self._engine)
 

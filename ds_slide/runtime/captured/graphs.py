@@ -110,6 +110,10 @@ class Graph:
             empty.capture_begin(capture_error_mode="thread_local")
             empty.capture_end()
 
+    def expect_inputs(self) -> None:
+        """Have the next replay compute, whose inputs are written after the recording."""
+        self._has_run = False
+
     def replay(self) -> None:
         """Run the recorded operators on the stream that is current."""
         if self._graph is not None:

@@ -66,9 +66,10 @@ class Device:
         self._peak_before = 0
         """The peak since `reset_peak`, when the held bytes changed last."""
 
-    def stream(self) -> Any:
-        """Return a new side stream (None on the CPU accelerator)."""
-        return torch.cuda.Stream(self.torch) if self.is_cuda else None
+    def stream(self, *, first: bool = False) -> Any:
+        """Return a new side stream (None on the CPU accelerator). `first`: processors that become free take its kernels
+        before those of other streams."""
+        return torch.cuda.Stream(self.torch, priority=-1 if first else 0) if self.is_cuda else None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream) if self.is_cuda else nullcontext()

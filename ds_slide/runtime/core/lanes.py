@@ -80,10 +80,19 @@ class StreamWorker(_Lane):
     """Runs jobs first in, first out. A job may block its own lane (for a buffer, for an update), never another."""
 
     def __init__(
-        self, name: str, device: Device, failures: Failures, meter: LaneMeter, delay: Delay, *, idle: bool = False
+        self,
+        name: str,
+        device: Device,
+        failures: Failures,
+        meter: LaneMeter,
+        delay: Delay,
+        *,
+        idle: bool = False,
+        first: bool = False,
     ) -> None:
-        """Start the thread. `idle`: the lane gets no jobs, and has no thread and no stream."""
-        self.stream: Any = None if idle else device.stream()
+        """Start the thread. `idle`: the lane gets no jobs, and has no thread and no stream. `first`: its kernels run
+        before those of other streams."""
+        self.stream: Any = None if idle else device.stream(first=first)
         self.meter = meter
         self._delay = delay
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

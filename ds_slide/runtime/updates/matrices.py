@@ -1,7 +1,8 @@
 """Updates by Muon (`ds_slide.optim.muon`): whole matrices, on the accelerator.
 
 States on the GPU are updated in place, on the compute stream (`run_on_gpu`), many matrices of a unit together where a
-kernel takes them so (`ds_slide.optim.muon_batch`). That changes no bit. Their iterations are recorded (`iterations`).
+kernel takes them so (`ds_slide.optim.muon_batch`). That changes no bit. Their iterations are recorded (`iterations`),
+and so are the products of single matrices, there and on the lane of products (`recorded_runs`).
 
 States in host memory pass three threads, each with a stream, on one rank. The matrices of all units follow each other
 without a gap: while the products of one run, the next ones go up, from the next unit too, and earlier ones come back.
@@ -42,11 +43,11 @@ import torch
 from ds_slide.compression.codec import SegmentStep
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.cpu import CpuUpdater
-from ds_slide.optim.muon import Matrices, Method, MuonHyper, orthogonal
+from ds_slide.optim.muon import Matrices, Method, MuonHyper
 from ds_slide.optim.muon_batch import goes_together, has_kernel, orthogonal_together
 from ds_slide.optim.muon_groups import batches
 from ds_slide.optim.muon_step import advance, apply
-from ds_slide.optim.rule import Part
+from ds_slide.optim.rule import Hyper, Part
 from ds_slide.plan.allocations import MATRIX_COPIES, MATRIX_PRODUCTS
 from ds_slide.report.log import log
 from ds_slide.runtime.core.byte_ring import ByteRing
@@ -57,6 +58,7 @@ from ds_slide.runtime.core.lanes import Job
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.updates.apply import HostUpdates, UpdateSpan, UpdateStep, on_gpu
 from ds_slide.runtime.updates.iterations import Iterations
+from ds_slide.runtime.updates.recorded_runs import Products, RecordedRun, RecordedRuns
 from ds_slide.store.in_memory import KeptOnGpu
 from ds_slide.store.state_buffers import StateBuffers
 from ds_slide.store.tiers import Held
@@ -119,10 +121,14 @@ class MatrixUpdates:
                 "ds_slide.muon_kernel is true, but its kernel needs a Hopper GPU and Triton 3.4: torch multiplies"
             )
         wanted = slide.captured_blocks
-        records = self._has_kernel and (self._device.is_cuda if wanted == "auto" else wanted)
+        records = self._device.is_cuda if wanted == "auto" else wanted
         self.iterations = Iterations(self._device) if records else None
-        """Of the thread that computes. The lane records none: torch's generator, which the forward may draw from, takes
-        itself to be recorded meanwhile."""
+        """Of the thread that computes, as `alone`."""
+        self.alone = RecordedRuns(self._device, self._most, first=False) if records else None
+        self.streamed = RecordedRuns(self._device, self._most, first=True) if records else None
+        """Of the lane of products."""
+        self._methods: tuple[Method, ...] | None = None
+        """The methods by parameter group for which all runs of the lane are recorded."""
         self._copies: ByteRing | None = None
         """None where the states of all matrices are on the GPU from the start."""
         if context.allocator.tier(MATRIX_COPIES) is not None:
@@ -158,6 +164,18 @@ class MatrixUpdates:
         # Behind all copies down of this update: both lanes run their jobs in order.
         self._products.submit(lambda: self._down.submit(end))
 
+    def prepare(self, units: Sequence[Unit], hypers: Sequence[Hyper]) -> None:
+        """Record the products of all runs of the lane. Called by the compute thread in each step, before it queues
+        updates; those that are under way run as written."""
+        methods = tuple(hyper.method for hyper in hypers if isinstance(hyper, MuonHyper))
+        if self.streamed is None or self._copies is None or methods == self._methods:
+            return
+        self._methods = methods
+        with self._own_dtypes():
+            for unit in units:
+                step = UpdateStep(unit.trained.coming(hypers), 1.0)
+                self.streamed.prepare(self._products_of(run) for run in self._runs(unit, step) if run.matrices)
+
     def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:
         """Update a unit whose states are on the GPU, in place, on the current stream."""
         if not takes_matrices(step.segments):
@@ -166,19 +184,22 @@ class MatrixUpdates:
         span = on_gpu(unit, gradient)
         for runs in self._batches(self._runs(unit, step)):
             places = [span.buffers.part(run.items, unit.state.specs) for run in runs]
-            updates = (
-                self._advanced(run, here, gradient[run.items], step.grad_scale, unit.order)
-                for run, here in zip(runs, places, strict=True)
-            )
-            with self._own_dtypes():
-                found = self._orthogonal(runs, updates, self.iterations)
-                for run, here, update in zip(runs, places, found, strict=True):
-                    self._apply(run, here, update)
+            given = [gradient[run.items] for run in runs]
+            if self._by_kernel(runs[0]):
+                updates = (
+                    self._advanced(*each, step.grad_scale, unit.order) for each in zip(runs, places, given, strict=True)
+                )
+                found = self._together(runs, updates)
+            else:
+                found = iter([self._update_alone(runs[0], places[0], given[0], step.grad_scale, unit.order)])
+            for run, here, update in zip(runs, places, found, strict=True):
+                self._apply(run, here, update)
 
     def close(self) -> None:
         """Free the recordings. No update runs any more."""
-        if self.iterations is not None:
-            self.iterations.close()
+        for recorded in (self.iterations, self.alone, self.streamed):
+            if recorded is not None:
+                recorded.close()
 
     def orthogonalize(self, unit: Unit, step: UpdateStep) -> float:
         """Advance the momentum of a unit, and put its orthogonal update in the place of its held gradient. Return the
@@ -193,7 +214,7 @@ class MatrixUpdates:
             whole = self._ranks.gather(own, f"the update of {entry.name}", in_step=True)
             for place, some in matrices.together(self._most):
                 run = _Run(place, hyper, some)
-                found = self._orthogonal_alone(run, whole[place])
+                found = self._orthogonal(run, whole[place])
                 whole[place] = found.to(torch.float32).mul_(some.scale(self._scale))
             start, stop = piece(entry, self._ranks.rank)
             update = whole[start:stop]
@@ -239,12 +260,12 @@ class MatrixUpdates:
         """Update a run. A job of the products lane."""
         lane, stored, here = self._products, sent.stored, sent.here
         lane.wait(sent.up, "matrices on their way up")
-        start = self._device.mark(timed=True)
-        update = self._advanced(sent.run, here, sent.gradient, grad_scale, sent.order)
+        start, recorded = self._device.mark(timed=True), self._recorded(self.streamed, sent.run)
+        update = self._advanced(sent.run, here, sent.gradient, grad_scale, sent.order, recorded)
         masters = [(stored.weight, here.weight)]
         if sent.run.matrices is not None:
             self._send_back([(stored.optimizer[MOMENTUM], here.optimizer[MOMENTUM])], last=False)
-        self._apply(sent.run, here, self._orthogonal_alone(sent.run, update))
+        self._apply(sent.run, here, self._orthogonal(sent.run, update, recorded))
         lane.meter.add_interval(start, self._device.mark(timed=True), label=("products", sent.order))
         if stored.remainder is not None:
             assert here.remainder is not None
@@ -266,13 +287,31 @@ class MatrixUpdates:
 
         self._down.submit(job)
 
-    def _advanced(
+    def _update_alone(
         self, run: _Run, here: StateBuffers, gradient: torch.Tensor, grad_scale: float, order: int
     ) -> torch.Tensor:
-        """Advance the momentum, and return what `_apply` needs of it and the gradient."""
+        """Return the orthogonal update of a run whose states are on the GPU. The next call overwrites it."""
+        if self.alone is not None and run.matrices is not None:
+            with self._own_dtypes():
+                self.alone.prepare([self._products_of(run)])
+        recorded = self._recorded(self.alone, run)
+        return self._orthogonal(run, self._advanced(run, here, gradient, grad_scale, order, recorded), recorded)
+
+    def _advanced(
+        self,
+        run: _Run,
+        here: StateBuffers,
+        gradient: torch.Tensor,
+        grad_scale: float,
+        order: int,
+        recorded: RecordedRun | None = None,
+    ) -> torch.Tensor:
+        """Advance the momentum, and return what `_orthogonal` needs of it and the gradient: in the place that
+        `recorded` reads, or in a new tensor."""
         if run.matrices is None:
             return gradient
-        return advance(here.optimizer[MOMENTUM], gradient, run.hyper, grad_scale, order, run.items.start)
+        out = None if recorded is None else recorded.update
+        return advance(here.optimizer[MOMENTUM], gradient, run.hyper, grad_scale, order, run.items.start, out)
 
     def _apply(self, run: _Run, here: StateBuffers, update: torch.Tensor) -> None:
         """Apply the orthogonal update to the masters."""
@@ -295,27 +334,29 @@ class MatrixUpdates:
     def _by_kernel(self, run: _Run) -> bool:
         return self._has_kernel and run.matrices is not None and goes_together(run.shape, run.dtype)
 
-    def _orthogonal(
-        self, runs: Sequence[_Run], updates: Iterator[torch.Tensor], iterations: Iterations | None = None
-    ) -> Iterator[torch.Tensor]:
-        """Yield the flat orthogonal updates of a batch of runs. With `iterations`, the next call overwrites them."""
-        if self._by_kernel(runs[0]):
-            shapes, method, dtype = [run.shape for run in runs], runs[0].hyper.method, runs[0].dtype
-            if iterations is not None:
-                yield from iterations.orthogonal(shapes, updates, method, dtype)
+    def _together(self, runs: Sequence[_Run], updates: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the flat orthogonal updates of runs that a kernel takes together. The next call overwrites them."""
+        shapes, method, dtype = [run.shape for run in runs], runs[0].hyper.method, runs[0].dtype
+        with self._own_dtypes():
+            if self.iterations is not None:
+                yield from self.iterations.orthogonal(shapes, updates, method, dtype)
             else:
                 yield from orthogonal_together(shapes, updates, method, dtype, self._device.torch)
-            return
-        for run, update in zip(runs, updates, strict=True):
-            if run.matrices is None:
-                yield update
-            else:
-                yield orthogonal(update.view(run.shape), run.hyper.method, run.dtype).reshape(-1)
 
-    def _orthogonal_alone(self, run: _Run, update: torch.Tensor) -> torch.Tensor:
+    def _products_of(self, run: _Run) -> Products:
+        return Products(run.shape, run.hyper.method, run.dtype, self._by_kernel(run))
+
+    def _recorded(self, recordings: RecordedRuns | None, run: _Run) -> RecordedRun | None:
+        return None if recordings is None or run.matrices is None else recordings.get(self._products_of(run))
+
+    def _orthogonal(self, run: _Run, update: torch.Tensor, recorded: RecordedRun | None = None) -> torch.Tensor:
+        """Return the flat orthogonal update of a run. A replay of `recorded` overwrites that of the one before."""
+        if run.matrices is None:
+            return update
+        if recorded is not None:
+            return recorded.replay()
         with self._own_dtypes():
-            [found] = self._orthogonal([run], iter([update]))
-        return found
+            return self._products_of(run).of(update)
 
     def _own_dtypes(self) -> torch.autocast:
         """Return a context in which products have their own data type, also where a script calls `engine.step()` under

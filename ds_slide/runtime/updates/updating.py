@@ -133,6 +133,11 @@ class Updating:
                 found = self.host.orthogonalize(unit, UpdateStep(steps, grad_scale))
                 unit.gradient.square_sum = SquareSum("host", found)
 
+    def prepare(self, units: Sequence[Unit], hypers: Sequence[Hyper]) -> None:
+        """Record what updates of these units repeat in each step. Called by the compute thread, before `queue`."""
+        if isinstance(self.host, MatrixUpdates):
+            self.host.prepare(units, hypers)
+
     def update_on_gpu(self, unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Update a unit whose states are on the GPU. Called by the compute thread, on its stream."""
         self.host.run_on_gpu(unit, gradient, UpdateStep(unit.trained.begin(hypers), grad_scale))

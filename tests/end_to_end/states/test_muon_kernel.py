@@ -18,8 +18,9 @@ from ds_slide.optim.muon_groups import most_bytes
 from ds_slide.plan.allocations import MATRIX_PRODUCTS
 from ds_slide.runtime.captured.captures import Captures
 from ds_slide.runtime.captured.graphs import Graph
-from ds_slide.runtime.updates import matrices
+from ds_slide.runtime.updates import matrices, recorded_runs
 from ds_slide.runtime.updates.iterations import Iterations
+from ds_slide.runtime.updates.recorded_runs import RecordedRun
 
 pytestmark = pytest.mark.usefixtures("one_rank", "quick_interpreter")
 
@@ -47,7 +48,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(len(shapes))
         return muon_batch.orthogonal_together(shapes, *others)
 
-    monkeypatch.setattr(matrices, "orthogonal_together", counted)
+    for where in (matrices, recorded_runs):
+        monkeypatch.setattr(where, "orthogonal_together", counted)
     return made
 
 
@@ -100,6 +102,23 @@ def test_recordings_have_the_same_bits_and_end_with_the_engine(monkeypatch: pyte
     assert len(replayed) == 2 * 2 * 2 - 3 and len(set(map(id, replayed))) == 2
     assert differences(plain, recorded) == []
     assert kept and all(each._bytes is None and not each._recorded for each in kept)
+
+
+def test_recordings_of_the_lane_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's operators: Triton's interpreter serves one thread at a time, and the lane works meanwhile."""
+    replayed: list[RecordedRun] = []
+    replay = RecordedRun.replay
+    monkeypatch.setattr(RecordedRun, "replay", lambda self: (replayed.append(self), replay(self))[1])
+    streamed = {"gpu_states": 0, "muon_kernel": False}
+    plain = trained({**streamed, "captured_blocks": False}, "gram")
+    assert not replayed
+    monkeypatch.setattr(Captures, "begin", lambda *_: None)
+    delayed = {"debug": {"lane_delay_ms": 1.0, "seed": 4}}
+    recorded = trained({**streamed, **delayed, "captured_blocks": True}, "gram")
+    # Updates of the first step begin in its backward, before anything is recorded, and may end later.
+    assert 2 * len(BLOCK) <= len(replayed) < 4 * len(BLOCK)
+    assert len(set(map(id, replayed))) == len(set(BLOCK))
+    assert differences(plain, recorded) == []
 
 
 def test_it_learns_as_without_the_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
