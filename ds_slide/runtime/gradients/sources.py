@@ -86,12 +86,13 @@ class GpuSum(_Flat):
 class Averaged(_Flat):
     """This rank's part of an outer module's gradient, which the ranks averaged from where autograd left it.
 
-    Owners of that gradient: autograd and then the compute stream, which may convert it; from then on the collectives
-    stream, which reads it alone: a client's hook may hold it. Owners of `own`: the collectives stream until it has
-    averaged and squared, then the d2h lane until `release`; of a GPU-tier unit the collectives stream alone, which
-    copies. Both are torch's tensors of the compute stream, and Python drops them before the GPU has run what uses them:
-    the gradient when its collective is issued, `own` in `release`. So the allocator is told of the streams that use
-    them, and gives the memory to the compute stream again only when these have passed the drop."""
+    Owners of that gradient: autograd, the compute stream, which may convert it, and then the collectives stream. That
+    only reads it, because a client's hook may hold it. Owners of `own`: the collectives stream while it averages and
+    squares, then the d2h lane until `release`. The collectives stream itself copies a GPU-tier unit's gradient.
+
+    Both are tensors of the compute stream. Python drops them before the GPU has run what uses them: the gradient when
+    its collective is issued, `own` in `release`. So the allocator is told of the streams that use them. It gives the
+    memory to the compute stream again only when these streams have come to the drop."""
 
     @classmethod
     def of(cls, unit: Unit, device: Device, ranks: Ranks, d2h: StreamWorker) -> Averaged:
