@@ -114,6 +114,11 @@ class GradientCodec:
         return written
 
     @property
+    def lies_as_parts(self) -> bool:
+        """Whether a gradient, as autograd leaves it, lies as `encode_for_ranks` writes it. With several ranks only."""
+        return False
+
+    @property
     def encode_bytes(self) -> int:
         """Bytes of the GPU workspace of `encode`, which all units share on the compute stream. A multiple of 4."""
         return 0
@@ -166,6 +171,11 @@ class GradientCodec:
     def encode_in_place(self, gradients: ParameterGradients) -> list[GradientSpan]:
         """Return the encoded gradient without a buffer of its size: ascending places that cover [0, numel) without
         gaps. With one rank only."""
+        raise NotImplementedError
+
+    def in_place_for_ranks(self, gradients: ParameterGradients) -> torch.Tensor | None:
+        """Return what `encode_for_ranks` writes where autograd left it; None stands for zeros. Where `lies_as_parts`
+        only. The caller must not write it: a client's hook may hold the gradient."""
         raise NotImplementedError
 
     def apply(
@@ -225,6 +235,16 @@ class Identity(GradientCodec):
     @property
     def entries(self) -> Sequence[Entry]:
         return [entry for entry in self.layout.entries if entry.trainable]
+
+    @property
+    def lies_as_parts(self) -> bool:
+        """So lies a single parameter, if ranks divide it without padding and no alignment gap follows."""
+        ranks = self.layout.world_size
+        if ranks == 1 or len(self.entries) != 1:
+            return False
+        (entry,) = self.entries
+        part = entry.partition_numel
+        return entry.offset == 0 and entry.numel == ranks * part and self.numel == part
 
     @functools.cached_property
     def _places(self) -> tuple[list[int], list[int]]:
@@ -298,6 +318,10 @@ class Identity(GradientCodec):
                 # The gap becomes zero: a ring buffer has another gradient there, which would count in the norm.
                 places.append(GradientSpan(entry.offset + entry.numel, gap, None))
         return places
+
+    def in_place_for_ranks(self, gradients: ParameterGradients) -> torch.Tensor | None:
+        ((_, flat),) = self._flat(gradients)
+        return flat
 
     def apply(
         self,

@@ -66,6 +66,7 @@ SLOTS = "slots of the window"
 EXPERTS = "experts on their way"
 STAGED = "gradients being packed"
 STAGED_PARTS = "this rank's part of gradients being packed"
+AVERAGED = "gradients averaged where they lie"
 GATHERED = "parts of weights being gathered"
 UPLOADED = "parts of shared weights being laid out"
 BLOCK_RING = "host buffers for gradients of blocks"
@@ -379,14 +380,18 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     """GPU buffers through which weights arrive and gradients leave.
 
     A block's gradients are packed. With several ranks the gradients of all units are, whole and once more this rank's
-    part. Where ranks share weights, the parts of a block meet in a buffer of the lane; where they gather, in another.
+    part, except gradients that are averaged where they lie. Where ranks share weights, the parts of a block meet in a
+    buffer of the lane; where they gather, in another.
     """
     blocks, ranks = streamed(units, placement), needs.world_size
     slots = min(placement.window, len(blocks))
     yield Allocation(SLOTS, "gpu", slots * slot_bytes(units, needs, placement), "the window", slots)
     if buffer := expert_buffer_bytes(units, needs):
         yield Allocation(EXPERTS, "gpu", EXPERT_BUFFERS * buffer, "weights on their way", EXPERT_BUFFERS)
-    packed = [unit for index, unit in enumerate(units) if ranks > 1 or not (unit.is_outer or index in placement.on_gpu)]
+    if ranks == 1:
+        packed = [unit for index, unit in enumerate(units) if not (unit.is_outer or index in placement.on_gpu)]
+    else:
+        packed = [unit for unit in units if not unit.is_averaged_in_place]
     staged = max((unit.codec.nbytes for unit in packed), default=0)
     if encoding := max((unit.codec.encode_bytes for unit in units), default=0):
         yield Allocation(COMPRESSING, "gpu", encoding, "gradients on their way")
@@ -395,6 +400,7 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
     if ranks == 1:
         return
     yield Allocation(STAGED_PARTS, "gpu", STAGINGS * staged, "gradients on their way", STAGINGS)
+    yield Allocation(AVERAGED, "gpu", _averaged_bytes(units, needs), "gradients on their way")
     gathered = [unit.share for index, unit in enumerate(units) if is_gathered(index, needs, placement)]
     yield Allocation(GATHERED, "gpu", ranks * max(gathered, default=0), "weights on their way")
     home = placement.home
@@ -404,6 +410,16 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
         if not is_gathered(index, needs, home)
     ]
     yield Allocation(UPLOADED, "gpu", ranks * max(shared, default=0), "weights on their way")
+
+
+def _averaged_bytes(units: Sequence[UnitSize], needs: Needs) -> int:
+    """Bytes beside a gradient that is averaged where it lies: this rank's part, and a divided copy if the collective
+    does not divide as it reads, as NCCL does for powers of two (`Ranks.reduce_gradients`). The tensors come at the end
+    of backward, when activations are gone, and go with their copies. So the largest count for all."""
+    part = max((unit.codec.nbytes for unit in units if unit.is_averaged_in_place), default=0)
+    ranks = needs.world_size
+    divides = ranks & (ranks - 1) == 0 and needs.page_locks  # an accelerator that is the host has no NCCL
+    return part if divides else (1 + ranks) * part
 
 
 def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:

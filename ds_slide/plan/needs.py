@@ -43,6 +43,10 @@ class UnitSize:
         return self.kind == "outer"
 
     @property
+    def is_averaged_in_place(self) -> bool:
+        return is_averaged_in_place(self.codec, self.kind, self.weight_bytes)
+
+    @property
     def written_bytes(self) -> int:
         """Bytes that an update writes: one rank's weights, or a change of them."""
         return self.codec.written_numel * self.codec.written_itemsize(self.weight_bytes)
@@ -160,6 +164,13 @@ class Placement:
     def on_ssd(self) -> frozenset[int]:
         """Units with any state on SSD."""
         return self.weights_on_ssd | self.chunks_on_ssd | self.gradients_on_ssd
+
+
+def is_averaged_in_place(codec: GradientCodec, kind: str, weight_bytes: int) -> bool:
+    """Whether several ranks average a unit's gradient from where autograd left it. All other gradients are packed
+    first. An outer module can be larger than many blocks, and the largest packed gradient sets the size of the GPU
+    buffers. A gradient that becomes wider than its weights would take more as a copy than autograd's own."""
+    return kind == "outer" and codec.lies_as_parts and codec.dtype.itemsize <= weight_bytes
 
 
 def has_experts_in_parts(unit: UnitSize, needs: Needs) -> bool:

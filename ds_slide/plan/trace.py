@@ -170,7 +170,7 @@ def _listening(units: Sequence[TracedUnit], tracer: _Tracer) -> Iterator[None]:
     """Tell `tracer` when the forward of a block begins and ends, and when the gradients of a unit are complete.
 
     Gradients are freed when the engine would free them. A block's gradients are freed when they are packed. An outer
-    module's gradients are copied down in place, and freed when the next block's are complete."""
+    module's gradients are copied down or averaged in place, and freed when the next block's are complete."""
     handles: list[Any] = []
     copied: list[nn.Parameter] = []
     checkpoints: list[tuple[nn.Module, Any]] = []

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.muon import MuonRule
 from ds_slide.plan.allocations import (
+    AVERAGED,
     BLOCK_RING,
     EXPERTS,
     GATHERED,
@@ -252,6 +253,8 @@ def _parts(module: nn.Module, context: Context, units: list[Unit], ssd: SsdState
         window = Window(context, streamed, slots, uploads, ahead)
     # Gradients leave the GPU through staging buffers and the pools.
     stagings = make_stagings(allocator, ranks.world_size, failures)
+    if ranks.world_size > 1:
+        allocator.begun(AVERAGED)
     ranks.connect(stagings[0].packed, stagings[0].own, context.settings.gradient_dtype)
     for what in (BLOCK_RING, OUTER_RING, PIECES_RING):
         allocator.pool(what, failures)

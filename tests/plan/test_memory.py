@@ -211,7 +211,8 @@ def of_two_ranks(name: str, numel: int) -> UnitSize:
 
 
 TWO_RANKS = [of_two_ranks("outer", OUTER), *(of_two_ranks(f"blocks.{index}", BLOCK) for index in range(4))]
-STAGING_BYTES = 2 * (OUTER // 2 * 3) * 2  # two, each with the parts of both ranks and the average of its own
+# Two, each with the parts of both ranks of a block and the average of its own; and that average of the outer module.
+STAGING_BYTES = 2 * (BLOCK // 2 * 3) * 2 + OUTER // 2 * 2
 ON_GPU = 2 * BLOCK * 2 + OUTER * 2
 
 

@@ -64,7 +64,7 @@ class Counted:
             problems.append(f"pools of {made}, not of {pooled}")
         problems += self._on_ssd(runtime, planned)
         left = {what for what, each in planned.items() if each.nbytes and each.tier != "ssd"} - found.keys()
-        left -= runtime.parts.context.allocator.pools.keys()
+        left -= {*runtime.parts.context.allocator.pools.keys(), names.AVERAGED}  # tensors that come and go
         problems += [f"{what}: in the plan, not in the engine" for what in sorted(left)]
         # And nothing beside it.
         known = {each.untyped_storage().data_ptr() for tensors in found.values() for each in tensors}

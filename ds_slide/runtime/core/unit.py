@@ -13,6 +13,7 @@ from ds_slide.compression.codec import GradientCodec
 from ds_slide.errors import SlideError
 from ds_slide.model.carried import Divided
 from ds_slide.model.layout import Entry, UnitLayout
+from ds_slide.plan.needs import is_averaged_in_place
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.settings import UnitPlan
 from ds_slide.runtime.core.update import SquareSum, Trained, Update
@@ -216,6 +217,8 @@ class Unit:
         self.parameters = list(parameters)
         self.state = state
         self.codec = codec
+        self.is_averaged_in_place = is_averaged_in_place(codec, self.spec.kind, self.dtype.itemsize)
+        """Whether several ranks average its gradient from where autograd left it, as the plan has it."""
         places = {entry.name: entry for entry in (*layout.entries, *layout.carried)}
         self.carried = [CarriedTensor(each.tensor, places[name], each.of) for each, name in self._carried]
         """Frozen tensors that are bound together with the parameters."""

@@ -10,8 +10,9 @@ backward of the same blocks as the last one expects that order, and says so. Whe
 whole, and each rank averages its gradients when it has them, in that order. The results are the same.
 
 A gradient that waits lies in a staging buffer if one is free, and otherwise where autograd left it. One buffer stays
-free for units that are averaged meanwhile. A unit that is used again after its announcement is announced again: its
-contributions are averaged one by one, and a rank with fewer contributions adds zeros.
+free for units that are averaged meanwhile. A gradient that is averaged from where autograd left it waits there. A unit
+that is used again after its announcement is announced again: its contributions are averaged one by one, and a rank with
+fewer contributions adds zeros.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from ds_slide.runtime.core.lanes import HOLDING
 from ds_slide.runtime.core.pool import BufferLease
 from ds_slide.runtime.core.unit import PackedGradient, Unit
 from ds_slide.runtime.core.update import SquareSum, Update
-from ds_slide.runtime.gradients.sources import GpuSum, GradientSource, Packed, Scattered, Staging
+from ds_slide.runtime.gradients.sources import Averaged, GpuSum, GradientSource, Packed, Scattered, Staging
 from ds_slide.runtime.gradients.totals import SquareSums
 from ds_slide.runtime.updates.apply import UpdateStep
 from ds_slide.runtime.updates.speculation import Speculation
@@ -110,7 +110,7 @@ class Gradients:
         self._turn = 0
         self._early: set[Staging] = set()
         """Staging buffers with gradients that were packed early and are not averaged yet."""
-        self._scattered: dict[int, Scattered] = {}
+        self._unpacked: dict[int, Scattered | Averaged] = {}
         """The latest source of each outer module's gradients, by `Unit.order`, which may still be on the GPU."""
         self._updating = updating
         self.hypers: Sequence[Hyper] = ()
@@ -126,7 +126,7 @@ class Gradients:
 
     def free_buffers(self) -> None:
         """Let go of the buffers on the GPU. The engine has ended."""
-        self._stagings, self._scattered = [], {}
+        self._stagings, self._unpacked = [], {}
 
     def send(self, unit: Unit, *, final: bool, source: GradientSource | None = None) -> None:
         """Take the gradients out of the unit's parameters. `final`: the last micro-batch before the step.
@@ -174,7 +174,7 @@ class Gradients:
     @property
     def on_their_way(self) -> int:
         """Bytes of outer modules' gradients on the GPU that are still to be copied to host memory."""
-        return sum(each.nbytes for each in self._scattered.values())
+        return sum(each.nbytes for each in self._unpacked.values())
 
     def holds(self, nbytes: int) -> bool:
         """Whether the buffers take `nbytes` of packed gradients."""
@@ -388,14 +388,18 @@ class Gradients:
     def _prepare(self, unit: Unit) -> GradientSource:
         """Return the source of the unit's gradient. Blocks are packed, which frees the parameters' gradients at once.
         An outer module's few large gradients go down from where autograd left them: packing a vocabulary matrix would
-        take a staging buffer of its size."""
+        take a staging buffer of its size. Several ranks average them from there, where they can (`_reduced`)."""
         if unit.spec.kind == "outer" and self._ranks.world_size == 1:
-            source = self._scattered[unit.order] = Scattered.of(unit, self._d2h)
+            source = self._unpacked[unit.order] = Scattered.of(unit, self._d2h)
             return source
         return self._reduced(unit)
 
-    def _reduced(self, unit: Unit) -> Packed:
-        """Run `_reduce` in the next staging buffer, which is given back where that fails: memory may be short."""
+    def _reduced(self, unit: Unit) -> Packed | Averaged:
+        """Run `_reduce` in the next staging buffer, which is given back where that fails: memory may be short. A
+        gradient that need not be packed is averaged where it lies."""
+        if unit.is_averaged_in_place:
+            source = self._unpacked[unit.order] = Averaged.of(unit, self._device, self._ranks, self._d2h)
+            return source
         staging = unit.gradient.staging or self._take_staging()
         self._early.discard(staging)
         try:
@@ -406,9 +410,11 @@ class Gradients:
 
     def pack_early(self, unit: Unit) -> Staging | None:
         """Pack the gradients of a unit that is averaged later, to free the memory that autograd has allocated for
-        them. None where no staging buffer is free at once, or none would be left for units that are averaged before."""
+        them. None where it is not packed at all, where no staging buffer is free at once, or where none would be left
+        for units that are averaged before."""
         if (
             unit.state.writes_change
+            or unit.is_averaged_in_place
             or len(self._early) + 1 >= len(self._stagings)
             or not self._next_staging().free.is_complete
         ):
@@ -464,7 +470,7 @@ class Gradients:
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
         if unit.gradient.staging is None:
             self._encode_for_ranks(unit, staging)
-        self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark())
+        self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark(), is_scratch=True)
         return Packed(own, None, staging.free)
 
     def _encode_for_ranks(self, unit: Unit, staging: PackedGradient) -> None:

@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 
 from ds_slide.compression.codec import GradientSpan, square_sum
-from ds_slide.runtime.core.device import Marker
+from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.core.futures import Failures, Future
 from ds_slide.runtime.core.lanes import StreamWorker
+from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.core.unit import Unit
 
 
@@ -79,6 +80,39 @@ class GpuSum(_Flat):
     one has arrived."""
 
     def release(self, after: Marker) -> None:  # noqa: ARG002 - the unit keeps the buffer until the copy has run
+        self.own = self.own.new_empty(0)
+
+
+class Averaged(_Flat):
+    """This rank's part of an outer module's gradient, which the ranks averaged from where autograd left it.
+
+    Owners of that gradient: autograd, the compute stream, which may convert it, and then the collectives stream. That
+    only reads it, because a client's hook may hold it. Owners of `own`: the collectives stream while it averages and
+    squares, then the d2h lane until `release`. The collectives stream itself copies a GPU-tier unit's gradient.
+
+    Both are tensors of the compute stream. Python drops them before the GPU has run what uses them: the gradient when
+    its collective is issued, `own` in `release`. So the allocator is told of the streams that use them. It gives the
+    memory to the compute stream again only when these streams have come to the drop."""
+
+    @classmethod
+    def of(cls, unit: Unit, device: Device, ranks: Ranks, d2h: StreamWorker) -> Averaged:
+        """Average the gradient of the unit over the ranks. The compute stream does not wait for it."""
+        codec, flat = unit.codec, unit.codec.in_place_for_ranks(unit.gradients())
+        own = torch.empty(codec.numel, dtype=codec.dtype, device=device.torch)
+        if flat is None:  # other ranks may have a gradient
+            flat = own.new_zeros(ranks.world_size * codec.numel)
+        ranks.keep(flat, own)
+        if own.is_cuda:
+            own.record_stream(d2h.stream)
+        ranks.reduce_gradients(unit.name, flat, own, device.mark(), is_scratch=False)
+        return cls(own, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `own`; 0 once it has been copied."""
+        return self.own.nbytes
+
+    def release(self, after: Marker) -> None:  # noqa: ARG002 - the allocator knows of the streams: see above
         self.own = self.own.new_empty(0)
 
 

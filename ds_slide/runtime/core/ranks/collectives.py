@@ -218,6 +218,13 @@ class Ranks:
         already."""
         return self._device.mark(self._stream) if self.world_size > 1 else Marker()
 
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Let torch's allocator keep the memory of `tensors`, after they are dropped, until the collectives stream has
+        run its work so far."""
+        for each in tensors:
+            if each.is_cuda:
+                each.record_stream(self._stream)
+
     def join(self) -> None:
         """Make the compute stream wait for the collectives stream."""
         self._device.wait(self.mark())
@@ -260,9 +267,11 @@ class Ranks:
         else:
             self._channel.levels.gather(own, gathered)
 
-    def reduce_gradients(self, name: str, packed: torch.Tensor, own: torch.Tensor, *after: Marker) -> None:
+    def reduce_gradients(
+        self, name: str, packed: torch.Tensor, own: torch.Tensor, *after: Marker, is_scratch: bool
+    ) -> None:
         """Average the gradient of the unit `name`, `packed` ([world_size * numel], rank-major), over the ranks into
-        `own` ([numel]).
+        `own` ([numel]). `is_scratch`: whether `packed` may be written.
 
         The gradient is divided before the sum, as in DeepSpeed, so that bf16 sums do not overflow earlier than in stock
         DeepSpeed.
@@ -271,8 +280,9 @@ class Ranks:
             if self._nccl_divides:
                 dist.reduce_scatter_tensor(own, packed, op=dist.ReduceOp.AVG, group=self._group)
                 return
-            packed.div_(self.world_size)
-            dist.reduce_scatter_tensor(own, packed, group=self._group)
+            # A copy is of this stream, which alone uses it.
+            divided = packed.div_(self.world_size) if is_scratch else packed.div(self.world_size)
+            dist.reduce_scatter_tensor(own, divided, group=self._group)
 
     @functools.cached_property
     def _nccl_divides(self) -> bool:
