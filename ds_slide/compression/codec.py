@@ -174,8 +174,8 @@ class GradientCodec:
         raise NotImplementedError
 
     def in_place_for_ranks(self, gradients: ParameterGradients) -> torch.Tensor | None:
-        """Return what `encode_for_ranks` writes where autograd left it; None stands for zeros. Where `lies_as_parts`
-        only. The caller must not write it: a client's hook may hold the gradient."""
+        """Return what `encode_for_ranks` writes where autograd left it, in autograd's data type; None stands for zeros.
+        Where `lies_as_parts` only. The caller must not write it: a client's hook may hold the gradient."""
         raise NotImplementedError
 
     def apply(
@@ -320,8 +320,8 @@ class Identity(GradientCodec):
         return places
 
     def in_place_for_ranks(self, gradients: ParameterGradients) -> torch.Tensor | None:
-        ((_, flat),) = self._flat(gradients)
-        return flat
+        gradient = gradients[0]
+        return None if gradient is None else gradient.reshape(-1)
 
     def apply(
         self,

@@ -413,13 +413,14 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
 
 
 def _averaged_bytes(units: Sequence[UnitSize], needs: Needs) -> int:
-    """Bytes beside a gradient that is averaged where it lies: this rank's part, and a divided copy if the collective
-    does not divide as it reads, as NCCL does for powers of two (`Ranks.reduce_gradients`). The tensors come at the end
-    of backward, when activations are gone, and go with their copies. So the largest count for all."""
-    part = max((unit.codec.nbytes for unit in units if unit.is_averaged_in_place), default=0)
-    ranks = needs.world_size
+    """Bytes beside a gradient that is averaged where it lies: this rank's part, and a piece of a copy that is wider or
+    divided. NCCL divides as it reads, for powers of two (`Ranks.reduce_in_place`). The tensors come at the end of
+    backward, when activations are gone, and go with their copies. So the largest count for all."""
+    in_place, ranks = [unit for unit in units if unit.is_averaged_in_place], needs.world_size
+    part = max((unit.codec.nbytes for unit in in_place), default=0)
     divides = ranks & (ranks - 1) == 0 and needs.page_locks  # an accelerator that is the host has no NCCL
-    return part if divides else (1 + ranks) * part
+    is_copied = not divides or any(unit.codec.dtype.itemsize > unit.weight_bytes for unit in in_place)
+    return part + (ranks * min(part, PIECE_BYTES) if is_copied else 0)
 
 
 def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:

@@ -44,7 +44,7 @@ class UnitSize:
 
     @property
     def is_averaged_in_place(self) -> bool:
-        return is_averaged_in_place(self.codec, self.kind, self.weight_bytes)
+        return is_averaged_in_place(self.codec, self.kind)
 
     @property
     def written_bytes(self) -> int:
@@ -166,11 +166,11 @@ class Placement:
         return self.weights_on_ssd | self.chunks_on_ssd | self.gradients_on_ssd
 
 
-def is_averaged_in_place(codec: GradientCodec, kind: str, weight_bytes: int) -> bool:
+def is_averaged_in_place(codec: GradientCodec, kind: str) -> bool:
     """Whether several ranks average a unit's gradient from where autograd left it. All other gradients are packed
     first. An outer module can be larger than many blocks, and the largest packed gradient sets the size of the GPU
-    buffers. A gradient that becomes wider than its weights would take more as a copy than autograd's own."""
-    return kind == "outer" and codec.lies_as_parts and codec.dtype.itemsize <= weight_bytes
+    buffers."""
+    return kind == "outer" and codec.lies_as_parts
 
 
 def has_experts_in_parts(unit: UnitSize, needs: Needs) -> bool:

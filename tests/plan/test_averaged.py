@@ -10,7 +10,7 @@ import torch
 
 from ds_slide.compression.codec import Identity
 from ds_slide.model.layout import ParameterInfo, build_layout
-from ds_slide.plan.allocations import AVERAGED, STAGED, STAGED_PARTS, total
+from ds_slide.plan.allocations import AVERAGED, PIECE_BYTES, STAGED, STAGED_PARTS, total
 from ds_slide.plan.memory import Budgets, Plan, make_plan
 from ds_slide.plan.needs import Needs, UnitSize
 
@@ -55,7 +55,6 @@ def test_one_matrix_that_ranks_divide_without_padding(ranks: int) -> None:
         unit(HEAD, kind="block"),
         unit(HEAD, kind="part"),
         unit(frozen=HEAD),
-        unit(HEAD, dtype=torch.float32),  # a copy would be larger than autograd's gradient
     ],
 )
 def test_all_others_are_packed(packed: UnitSize) -> None:
@@ -78,10 +77,20 @@ def test_a_head_with_a_bias_is_packed_as_before() -> None:
     assert made.entry(AVERAGED).nbytes == 0
 
 
-@pytest.mark.parametrize(("ranks", "page_locks", "copies"), [(4, True, 0), (3, True, 1), (4, False, 1)])
-def test_where_the_collective_does_not_divide_there_is_a_divided_copy(
-    ranks: int, page_locks: bool, copies: int
+SMALL, LARGE = 64 * 12 * 100, 64 * 12 * 100_000
+IN_PIECES = [
+    (4, True, torch.bfloat16, False),
+    (3, True, torch.bfloat16, True),
+    (4, False, torch.bfloat16, True),
+    (4, True, torch.float32, True),
+]
+
+
+@pytest.mark.parametrize("head", [SMALL, LARGE])
+@pytest.mark.parametrize(("ranks", "page_locks", "dtype", "is_copied"), IN_PIECES)
+def test_what_is_divided_or_widened_is_copied_in_pieces(
+    ranks: int, page_locks: bool, dtype: torch.dtype, is_copied: bool, head: int
 ) -> None:
-    head = 64 * 12 * 100
-    made = plan(unit(head, ranks=ranks), ranks=ranks, page_locks=page_locks)
-    assert made.entry(AVERAGED).nbytes == (head // ranks + copies * head) * 2
+    made = plan(unit(head, ranks=ranks, dtype=dtype), ranks=ranks, page_locks=page_locks)
+    part = head // ranks * dtype.itemsize
+    assert made.entry(AVERAGED).nbytes == part + is_copied * ranks * min(part, PIECE_BYTES)

@@ -22,6 +22,7 @@ from torch import nn
 from ds_slide.model import structure
 from ds_slide.plan import needs
 from ds_slide.runtime.core import unit as units
+from ds_slide.runtime.core.ranks import collectives
 from ds_slide.runtime.core.unit import Unit
 from ds_slide.runtime.gradients.route import Gradients
 from ds_slide.runtime.gradients.sources import Averaged
@@ -33,6 +34,15 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulated in fp32": (
         {"window": 2},
         {"clip": 0.05, "accumulation": 2, "data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+    "reduced in fp32": (
+        {"window": 2},
+        {
+            "clip": 0.05,
+            "accumulation": 2,
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
     ),
     "immediate": ({"window": 2}, {"clip": 0.0}),
     "on the GPU": ({"window": 2, "gpu_states": 10**7}, {"clip": 0.05, "accumulation": 2}),
@@ -122,6 +132,7 @@ def run(name: str, rank: int, *, packs: bool) -> dict[str, Any]:
 
 def main(rank: int, folder: Path, world: int) -> None:
     structure.LARGE_OUTER_NUMEL = 4 * WIDTH * WIDTH  # `inp` and `extra` are units by themselves
+    collectives.PIECE_BYTES = 1 << 12  # several pieces, of which the last is shorter
     with two_ranks.as_rank(rank, folder, world) as results:
         for name in RUNS:
             results[name] = [run(name, rank, packs=packs) for packs in (False, True)]

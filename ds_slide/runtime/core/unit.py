@@ -217,7 +217,7 @@ class Unit:
         self.parameters = list(parameters)
         self.state = state
         self.codec = codec
-        self.is_averaged_in_place = is_averaged_in_place(codec, self.spec.kind, self.dtype.itemsize)
+        self.is_averaged_in_place = is_averaged_in_place(codec, self.spec.kind)
         """Whether several ranks average its gradient from where autograd left it, as the plan has it."""
         places = {entry.name: entry for entry in (*layout.entries, *layout.carried)}
         self.carried = [CarriedTensor(each.tensor, places[name], each.of) for each, name in self._carried]

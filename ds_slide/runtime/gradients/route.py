@@ -470,7 +470,7 @@ class Gradients:
         packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
         if unit.gradient.staging is None:
             self._encode_for_ranks(unit, staging)
-        self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark(), is_scratch=True)
+        self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark())
         return Packed(own, None, staging.free)
 
     def _encode_for_ranks(self, unit: Unit, staging: PackedGradient) -> None:

@@ -86,8 +86,8 @@ class GpuSum(_Flat):
 class Averaged(_Flat):
     """This rank's part of an outer module's gradient, which the ranks averaged from where autograd left it.
 
-    Owners of that gradient: autograd, the compute stream, which may convert it, and then the collectives stream. That
-    only reads it, because a client's hook may hold it. Owners of `own`: the collectives stream while it averages and
+    Owners of that gradient: autograd on the compute stream, and then the collectives stream. That only reads it,
+    because a client's hook may hold it. Owners of `own`: the collectives stream while it averages and
     squares, then the d2h lane until `release`. The collectives stream itself copies a GPU-tier unit's gradient.
 
     Both are tensors of the compute stream. Python drops them before the GPU has run what uses them: the gradient when
@@ -100,11 +100,11 @@ class Averaged(_Flat):
         codec, flat = unit.codec, unit.codec.in_place_for_ranks(unit.gradients())
         own = torch.empty(codec.numel, dtype=codec.dtype, device=device.torch)
         if flat is None:  # other ranks may have a gradient
-            flat = own.new_zeros(ranks.world_size * codec.numel)
+            flat = own.new_zeros(ranks.world_size * codec.numel, dtype=unit.dtype)
         ranks.keep(flat, own)
         if own.is_cuda:
             own.record_stream(d2h.stream)
-        ranks.reduce_gradients(unit.name, flat, own, device.mark(), is_scratch=False)
+        ranks.reduce_in_place(unit.name, flat, own, device.mark())
         return cls(own, None)
 
     @property

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from ds_slide.errors import SlideError
+from ds_slide.plan.allocations import PIECE_BYTES
 from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.core.futures import Failures
 
@@ -267,22 +268,37 @@ class Ranks:
         else:
             self._channel.levels.gather(own, gathered)
 
-    def reduce_gradients(
-        self, name: str, packed: torch.Tensor, own: torch.Tensor, *after: Marker, is_scratch: bool
-    ) -> None:
+    def reduce_gradients(self, name: str, packed: torch.Tensor, own: torch.Tensor, *after: Marker) -> None:
         """Average the gradient of the unit `name`, `packed` ([world_size * numel], rank-major), over the ranks into
-        `own` ([numel]). `is_scratch`: whether `packed` may be written.
+        `own` ([numel]).
 
         The gradient is divided before the sum, as in DeepSpeed, so that bf16 sums do not overflow earlier than in stock
         DeepSpeed.
         """
         with self._issue(f"averaging the gradient of {name}", *after):
-            if self._nccl_divides:
-                dist.reduce_scatter_tensor(own, packed, op=dist.ReduceOp.AVG, group=self._group)
+            self._average(packed, own)
+
+    def reduce_in_place(self, name: str, gradient: torch.Tensor, own: torch.Tensor, *after: Marker) -> None:
+        """Do the same without writing to `gradient`, which may have another data type than `own`. What has to be
+        converted or divided is copied in pieces, so that no copy of the whole gradient is made."""
+        with self._issue(f"averaging the gradient of {name}", *after):
+            if self._nccl_divides and gradient.dtype == own.dtype:
+                self._average(gradient, own)
                 return
-            # A copy is of this stream, which alone uses it.
-            divided = packed.div_(self.world_size) if is_scratch else packed.div(self.world_size)
-            dist.reduce_scatter_tensor(own, divided, group=self._group)
+            parts, most = gradient.view(self.world_size, -1), PIECE_BYTES // own.element_size()
+            for start in range(0, own.numel(), most):
+                piece = own[start : start + most]
+                # Memory of this stream, which alone uses it.
+                copied = own.new_empty(self.world_size, piece.numel())
+                copied.copy_(parts[:, start : start + piece.numel()])
+                self._average(copied.view(-1), piece)
+
+    def _average(self, packed: torch.Tensor, own: torch.Tensor) -> None:
+        if self._nccl_divides:
+            dist.reduce_scatter_tensor(own, packed, op=dist.ReduceOp.AVG, group=self._group)
+            return
+        packed.div_(self.world_size)
+        dist.reduce_scatter_tensor(own, packed, group=self._group)
 
     @functools.cached_property
     def _nccl_divides(self) -> bool:
