@@ -340,8 +340,8 @@ class SlideConfig(_Block):
     with the same bits. It concerns batches of frequent shapes, without autocast. Blocks keep their activations, or all
     are recomputed where these find no room or most weights stream ([recorded blocks](budgets.md#recorded-blocks)).
     "auto": where the GPU waits for the host and has the memory. true: also where it does not wait, for blocks with
-    experts, and on the CPU accelerator, which runs the operators again. Updates by `muon_kernel` are recorded too,
-    unless it is false.
+    experts, and on the CPU accelerator, which runs the operators again. Muon's updates are recorded too, unless it is
+    false.
     """
 
     update_passes: Literal["auto", 1, 2] = Field(default="auto", description='"auto", 1 or 2')
@@ -474,12 +474,12 @@ class SlideConfig(_Block):
     smaller. All orthogonal updates are then computed in `engine.step()` ([optimizers](optimizers.md#muon)).
     """
 
-    muon_kernel: StrictBool = Field(default=False, description="true or false")
+    muon_kernel: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
     """Whether a Hopper kernel makes Muon's symmetric products.
 
-    It takes many matrices together. With all states on an H200 a step of Qwen2.5 3B took 0.723 s with it, and 0.785 s
-    without. Where states stream it launches more, and has not been measured. Its sums have another order than those of
-    cuBLAS, so losses differ in their last digits ([optimizers](optimizers.md#muon)).
+    "auto": where the GPU has it. true: the log says if the GPU lacks it. With all states on an H200 a step of Qwen2.5
+    3B took 0.715 s with it and 0.764 s without, and 0.911 and 0.968 s in 24 GiB. Its sums have another order than those
+    of cuBLAS, so losses differ in their last digits ([optimizers](optimizers.md#muon)).
     """
 
     async_save: StrictBool = Field(default=False, description="true or false")

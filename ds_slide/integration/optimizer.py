@@ -33,7 +33,7 @@ from ds_slide.integration.parameter_offload import Coordinator, ParameterOffload
 from ds_slide.integration.parameters import ParameterProtocol
 from ds_slide.integration.refused import missing
 from ds_slide.integration.states import StateMethods, end_access
-from ds_slide.integration.update_rules import rule_of
+from ds_slide.integration.update_rules import has_muon_kernel, rule_of
 from ds_slide.optim.muon import orthogonalized
 from ds_slide.optim.rule import Hyper
 from ds_slide.plan.ssd_settings import ssd_settings
@@ -88,6 +88,7 @@ class SlideZeroOptimizer(StateMethods, ParameterGroups, DeepSpeedZeroOptimizer_S
             clips=self.clip_grad > 0,
             rule=self.rule,
             ranks=self.partition_count,
+            has_muon_kernel=has_muon_kernel(slide.muon_kernel, self.rule),
         )
         group_of = self._group_of()
         precisions = precisions_under_autocast(module, ds_config, group_of)

@@ -28,6 +28,7 @@ from ds_slide.integration.refused import compressed_ranks_problems
 from ds_slide.model.carried import TRAINED_DTYPES
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.muon import MuonRule
+from ds_slide.optim.muon_batch import may_have_kernel
 from ds_slide.plan.forecast import Room
 from ds_slide.plan.memory import Budgets, Plan
 from ds_slide.plan.needs import Needs
@@ -174,6 +175,7 @@ def plan_json(model: nn.Module, raw: Mapping[str, Any], room: Room) -> Planned:
         clips=parsed.gradient_clipping > 0,
         rule=rule,
         ranks=room.ranks,
+        has_muon_kernel=slide.muon_kernel is True or (slide.muon_kernel == "auto" and may_have_kernel()),
     )
     shares = room.ranks > 1 and slide.share_weights is not False
     unit_plans, _ = divided(model, group_of, settings, room.ranks, shares_weights=shares)

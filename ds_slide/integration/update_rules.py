@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_slide.integration.selfcheck import replaced
+from ds_slide.optim import muon_batch
 from ds_slide.optim.adamw import ADAMW
 from ds_slide.optim.client import client_rule
+from ds_slide.optim.muon import MuonRule
 from ds_slide.optim.rule import UpdateRule
+from ds_slide.report.log import log
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,16 @@ def _muon(optimizer: Any) -> UpdateRule:
     heads = {each: each.muon_num_heads for each in parameters if getattr(each, "muon_num_heads", None)}
     method: Any = next((group["ns_method"] for group in groups if group["use_muon"] and "ns_method" in group), "gram")
     return muon_rule(adamw, _product_dtypes(), heads, method)
+
+
+def has_muon_kernel(wanted: Literal["auto"] | bool, rule: UpdateRule | None) -> bool:
+    """Return whether a kernel makes Muon's symmetric products (`ds_slide.muon_kernel`)."""
+    if not isinstance(rule, MuonRule) or wanted is False:
+        return False
+    found = muon_batch.has_kernel(torch.device(get_accelerator().current_device_name()))
+    if wanted is True and not found:
+        log.warning("ds_slide.muon_kernel is true, but its kernel needs a Hopper GPU and Triton 3.4: torch multiplies")
+    return found
 
 
 def _product_dtypes() -> dict[str, torch.dtype]:

@@ -48,6 +48,11 @@ def has_kernel(device: torch.device) -> bool:
     return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
 
+def may_have_kernel() -> bool:
+    """Whether a run that is planned here may have the kernel. A machine without a GPU plans for another one."""
+    return not torch.cuda.is_available() or has_kernel(torch.device("cuda", torch.cuda.current_device()))
+
+
 def orthogonal_together(
     shapes: Sequence[Shape], updates: Iterator[torch.Tensor], method: Method, dtype: torch.dtype, device: torch.device
 ) -> Iterator[torch.Tensor]:

@@ -45,7 +45,7 @@ def test_defaults():
     assert config.huge_pages is False
     assert config.kernels == "auto"
     assert config.flat_pieces is False
-    assert (config.muon_scale, config.muon_norm, config.muon_kernel) == ("deepspeed", "gradient", False)
+    assert (config.muon_scale, config.muon_norm, config.muon_kernel) == ("deepspeed", "gradient", "auto")
     assert config.async_save is False
     assert config.checkpoint.require_manifest is False
     assert config.hang_timeout == 300.0

@@ -50,6 +50,8 @@ class RuntimeSettings:
     """The rule that updates the weights. None: no parameter has an optimizer; the engine has weights only, and sends
     nothing from the GPU to host memory."""
     ranks: int = 1
+    has_muon_kernel: bool = False
+    """Whether a kernel makes Muon's symmetric products."""
 
     @property
     def trains(self) -> bool:
@@ -73,7 +75,7 @@ class RuntimeSettings:
     @property
     def takes_batches(self) -> bool:
         """Whether a kernel takes several matrices of a unit together."""
-        return self.slide.muon_kernel and not self.updates_in_step
+        return self.has_muon_kernel and not self.updates_in_step
 
     @property
     def updates_in_step(self) -> bool:

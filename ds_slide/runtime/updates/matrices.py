@@ -35,8 +35,9 @@ no bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -44,12 +45,11 @@ from ds_slide.compression.codec import SegmentStep
 from ds_slide.model.layout import Entry, piece
 from ds_slide.optim.cpu import CpuUpdater
 from ds_slide.optim.muon import Matrices, Method, MuonHyper
-from ds_slide.optim.muon_batch import goes_together, has_kernel, orthogonal_together
+from ds_slide.optim.muon_batch import goes_together, orthogonal_together
 from ds_slide.optim.muon_groups import batches
 from ds_slide.optim.muon_step import advance, apply
 from ds_slide.optim.rule import Hyper, Part
 from ds_slide.plan.allocations import MATRIX_COPIES, MATRIX_PRODUCTS
-from ds_slide.report.log import log
 from ds_slide.runtime.core.byte_ring import ByteRing
 from ds_slide.runtime.core.context import Context
 from ds_slide.runtime.core.device import Marker
@@ -114,13 +114,8 @@ class MatrixUpdates:
         self._up = context.device.stream()
         self._scale = context.settings.slide.muon_scale
         self._most = max((unit.largest_matrix for unit in context.plan.units), default=0)
-        slide = context.settings.slide
-        self._has_kernel = slide.muon_kernel and has_kernel(self._device.torch)
-        if slide.muon_kernel and not self._has_kernel:
-            log.warning(
-                "ds_slide.muon_kernel is true, but its kernel needs a Hopper GPU and Triton 3.4: torch multiplies"
-            )
-        wanted = slide.captured_blocks
+        self._has_kernel = context.settings.has_muon_kernel
+        wanted = context.settings.slide.captured_blocks
         records = self._device.is_cuda if wanted == "auto" else wanted
         self.iterations = Iterations(self._device) if records else None
         """Of the thread that computes, as `alone`."""
@@ -129,6 +124,8 @@ class MatrixUpdates:
         """Of the lane of products."""
         self._methods: tuple[Method, ...] | None = None
         """The methods by parameter group for which all runs of the lane are recorded."""
+        self._of_units: Mapping[Unit, Sequence[Products]] = {}
+        """These runs."""
         self._copies: ByteRing | None = None
         """None where the states of all matrices are on the GPU from the start."""
         if context.allocator.tier(MATRIX_COPIES) is not None:
@@ -171,10 +168,26 @@ class MatrixUpdates:
         if self.streamed is None or self._copies is None or methods == self._methods:
             return
         self._methods = methods
+        self._of_units = {unit: [*self._all_products(unit, hypers)] for unit in units}
         with self._own_dtypes():
-            for unit in units:
-                step = UpdateStep(unit.trained.coming(hypers), 1.0)
-                self.streamed.prepare(self._products_of(run) for run in self._runs(unit, step) if run.matrices)
+            self.streamed.prepare(chain.from_iterable(self._of_units.values()), measures=True)
+
+    def products_s(self) -> float | None:
+        """Return the seconds that a GPU takes for the products of the lane in a step, with nothing beside them. None
+        where they are not known."""
+        total = 0.0
+        for unit, all_products in self._of_units.items():
+            for products in all_products if unit.is_uploaded else ():
+                run = None if self.streamed is None else self.streamed.get(products)
+                if run is None or run.seconds is None:
+                    return None
+                total += run.seconds
+        return total if self._of_units else None
+
+    def _all_products(self, unit: Unit, hypers: Sequence[Hyper]) -> Iterator[Products]:
+        for run in self._runs(unit, UpdateStep(unit.trained.coming(hypers), 1.0)):
+            if run.matrices is not None:
+                yield self._products_of(run)
 
     def run_on_gpu(self, unit: Unit, gradient: torch.Tensor, step: UpdateStep) -> None:
         """Update a unit whose states are on the GPU, in place, on the current stream."""
@@ -214,7 +227,9 @@ class MatrixUpdates:
             whole = self._ranks.gather(own, f"the update of {entry.name}", in_step=True)
             for place, some in matrices.together(self._most):
                 run = _Run(place, hyper, some)
-                found = self._orthogonal(run, whole[place])
+                recorded = self._prepared(run)
+                given = whole[place] if recorded is None else recorded.update.copy_(whole[place])
+                found = self._orthogonal(run, given, recorded)
                 whole[place] = found.to(torch.float32).mul_(some.scale(self._scale))
             start, stop = piece(entry, self._ranks.rank)
             update = whole[start:stop]
@@ -291,10 +306,7 @@ class MatrixUpdates:
         self, run: _Run, here: StateBuffers, gradient: torch.Tensor, grad_scale: float, order: int
     ) -> torch.Tensor:
         """Return the orthogonal update of a run whose states are on the GPU. The next call overwrites it."""
-        if self.alone is not None and run.matrices is not None:
-            with self._own_dtypes():
-                self.alone.prepare([self._products_of(run)])
-        recorded = self._recorded(self.alone, run)
+        recorded = self._prepared(run)
         return self._orthogonal(run, self._advanced(run, here, gradient, grad_scale, order, recorded), recorded)
 
     def _advanced(
@@ -345,6 +357,13 @@ class MatrixUpdates:
 
     def _products_of(self, run: _Run) -> Products:
         return Products(run.shape, run.hyper.method, run.dtype, self._by_kernel(run))
+
+    def _prepared(self, run: _Run) -> RecordedRun | None:
+        """Return a recording of the thread that computes, which makes it first."""
+        if self.alone is not None and run.matrices is not None:
+            with self._own_dtypes():
+                self.alone.prepare([self._products_of(run)])
+        return self._recorded(self.alone, run)
 
     def _recorded(self, recordings: RecordedRuns | None, run: _Run) -> RecordedRun | None:
         return None if recordings is None or run.matrices is None else recordings.get(self._products_of(run))

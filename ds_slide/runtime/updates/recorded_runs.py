@@ -14,8 +14,10 @@ written into `update`, what the operators allocate, and the result, which is rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +27,9 @@ from ds_slide.optim.muon_groups import Shape
 from ds_slide.report.log import log
 from ds_slide.runtime.captured.graphs import Graph, Memory
 from ds_slide.runtime.core.device import Device
+
+MEASURED = 3
+"""Replays of which the shortest counts. Updates of the first step may run beside the others."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,26 @@ class RecordedRun:
         self._graph.expect_inputs()
         # Later recordings may use the memory of the result, too.
         self._result = memory.place_of(result)
+        self.seconds: float | None = None
+        """Of a replay with nothing beside it, where it was measured."""
 
     def replay(self) -> torch.Tensor:
         """Return the orthogonal update of `update`, which the next replay overwrites."""
         self._graph.replay()
         assert self._result is not None
         return self._result
+
+    def measure(self, device: Device, stream: Any) -> None:
+        """Set `seconds`: the least of a few replays on `stream`. Waits for them. Nobody else replays meanwhile."""
+        found = []
+        with device.on(stream):
+            for _ in range(MEASURED):
+                begin = device.mark(timed=True)
+                self._graph.replay()
+                end = device.mark(timed=True, host_waits=True)
+                end.synchronize()
+                found.append(begin.seconds_until(end))
+        self.seconds = min(found)
 
 
 class RecordedRuns:
@@ -84,11 +103,17 @@ class RecordedRuns:
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def prepare(self, wanted: Iterable[Products]) -> None:
-        """Record what has no recording yet."""
+    def prepare(self, wanted: Iterable[Products], *, measures: bool = False) -> None:
+        """Record what has no recording yet. `measures`: set the seconds of the recordings, if these are the first.
+        Waits for the GPU then."""
+        made: dict[Products, RecordedRun] = {}
         for products in wanted:
-            if self._may_record and products not in self._recorded:
-                self._record(products)
+            if not (products in self._recorded or products in made) and (run := self._record(products)) is not None:
+                made[products] = run
+        if measures and not self._recorded and self._memory is not None:
+            for run in made.values():
+                run.measure(self._device, self._memory.stream)
+        self._recorded.update(made)
 
     def get(self, products: Products) -> RecordedRun | None:
         """Return the recording; None where the operators are to be called."""
@@ -103,16 +128,16 @@ class RecordedRuns:
             self._memory.close()
             self._memory = None
 
-    def _record(self, products: Products) -> None:
+    def _record(self, products: Products) -> RecordedRun | None:
+        if not self._may_record:
+            return None
         if self._memory is None:
             self._memory = Memory(self._device, self._device.stream(first=self._first))
             self._update = torch.zeros(self._most, dtype=torch.float32, device=self._device.torch)
         assert self._update is not None
-        count, rows, columns = products.shape
         try:
-            run = RecordedRun(products, self._update[: count * rows * columns], self._memory)
+            return RecordedRun(products, self._update[: math.prod(products.shape)], self._memory)
         except Exception as error:
             log.warning(f"the products of Muon cannot be recorded (CUDA graph) and run one by one: {error}")
             self._may_record = False  # what has been recorded stays: its owner may be replaying it
-            return
-        self._recorded[products] = run
+            return None

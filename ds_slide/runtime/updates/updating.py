@@ -138,6 +138,11 @@ class Updating:
         if isinstance(self.host, MatrixUpdates):
             self.host.prepare(units, hypers)
 
+    def products_s(self) -> float | None:
+        """Return the seconds that a GPU takes for the products of a step that updates make beside the model (Muon),
+        where they are known."""
+        return self.host.products_s() if isinstance(self.host, MatrixUpdates) else None
+
     def update_on_gpu(self, unit: Unit, gradient: torch.Tensor, hypers: Sequence[Hyper], grad_scale: float) -> None:
         """Update a unit whose states are on the GPU. Called by the compute thread, on its stream."""
         self.host.run_on_gpu(unit, gradient, UpdateStep(unit.trained.begin(hypers), grad_scale))

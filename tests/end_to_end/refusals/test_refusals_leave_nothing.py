@@ -109,7 +109,7 @@ VALUES: dict[str, Any] = {
     "flat_pieces": [True, False],
     "muon_scale": ["deepspeed", "moonlight"],
     "muon_norm": ["gradient", "update"],
-    "muon_kernel": [True, False],
+    "muon_kernel": ["auto", True, False],
     "huge_pages": [True, False],
     "kernels": ["auto", "off", ["loss"], ["norm", "norm"]],
     "async_save": [True, False],

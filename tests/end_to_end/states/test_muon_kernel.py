@@ -33,8 +33,7 @@ EVERYTHING = {"gpu_states": 10_000_000}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILES", {32: tiles.Tiles(64, 64, 64, warps=1, stages=1)})
-    for where in (muon_batch, matrices):
-        monkeypatch.setattr(where, "has_kernel", lambda _: True)
+    monkeypatch.setattr(muon_batch, "has_kernel", lambda _: True)
     dtypes = {"gram": torch.float16, "standard": torch.bfloat16}
     monkeypatch.setattr(update_rules, "_product_dtypes", lambda: dtypes)
 
@@ -125,7 +124,7 @@ def test_it_learns_as_without_the_kernel(monkeypatch: pytest.MonkeyPatch, caplog
     by_kernel = trained(EVERYTHING, "gram")
     plain = trained({**EVERYTHING, "muon_kernel": False}, "gram")
     assert "needs a Hopper GPU" not in caplog.text
-    monkeypatch.setattr(matrices, "has_kernel", lambda _: False)
+    monkeypatch.setattr(muon_batch, "has_kernel", lambda _: False)
     assert differences(trained(EVERYTHING, "gram"), plain) == []
     assert "needs a Hopper GPU" in caplog.text
     assert differences(by_kernel, plain)

@@ -52,6 +52,18 @@ def test_replays_of_several_runs_in_turn_have_the_bits_of_the_operators() -> Non
             assert_same(runs, each, 10 * count + seed)
 
 
+def test_the_first_recordings_are_measured_before_their_owner_sees_them() -> None:
+    runs = RecordedRuns(Device(DEVICE), MOST, first=True)
+    runs.prepare(CASES[:2], measures=True)
+    runs.prepare(CASES, measures=True)
+    found = [runs.get(each) for each in CASES]
+    seconds = [each.seconds for each in found if each is not None]
+    assert [each is None for each in seconds] == [False, False, True, True]
+    assert all(each > 0 for each in seconds[:2] if each is not None)
+    for seed, each in enumerate(CASES):
+        assert_same(runs, each, seed)
+
+
 def test_all_runs_read_the_same_memory() -> None:
     runs = RecordedRuns(Device(DEVICE), MOST, first=False)
     runs.prepare(CASES)
