@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF,
 from harness import BATCH, Batch, batches, ds_config, engine_for, llama, on_ssd, states_of, train
 from tiled import tiled
 from torch import nn
+from universal import convert, universal
 
 from ds_slide.errors import SlideError
 
@@ -31,8 +32,8 @@ STEPS, BLOCKS, SEQUENCE = 4, 3, 2
 @dataclass(frozen=True)
 class Run:
     """`reentrant`: the form of the script's activation checkpointing; None without. `moves`: inputs of blocks that
-    leave the GPU, whose memory a limit stands for. `resumes`: saved half way, and continued by another engine.
-    `adapted`: LoRA in all blocks trains alone."""
+    leave the GPU, whose memory a limit stands for. `resumes`: saved half way, and continued by another engine, from
+    what was saved or from what DeepSpeed has made universal of it. `adapted`: LoRA in all blocks trains alone."""
 
     slide: dict[str, Any] | None = field(default_factory=lambda: {"window": 2})
     clip: float = 1.0
@@ -40,7 +41,7 @@ class Run:
     reentrant: bool | None = None
     moves: int = 0
     tiled: bool = False
-    resumes: bool = False
+    resumes: Literal["", "as saved", "universal"] = ""
     adapted: bool = False
     others: dict[str, Any] = field(default_factory=dict)
 
@@ -58,7 +59,8 @@ RUNS = {
     "accumulation": Run(accumulation=2),
     "checkpointed": Run(reentrant=False),
     "checkpointed-reentrant": Run(reentrant=True),
-    "resumed": Run(resumes=True),
+    "resumed": Run(resumes="as saved"),
+    "universal": Run(resumes="universal"),
     "tiled": Run(tiled=True, reentrant=False),
     "moved": Run(LIMITED, reentrant=False, moves=2),
     "moved-reentrant": Run(LIMITED, clip=0.0, reentrant=True, moves=1),
@@ -124,7 +126,8 @@ def trained(run: Run, mpu: ModuleType, ranks: int, folder: Path) -> dict[str, An
     # An adapter makes as many batches of one as ranks share a sequence.
     data = divided(whole_batches(STEPS * run.accumulation * ranks // SEQUENCE), mpu, ranks)
     loss_of = partial(loss_of_pieces, mpu.get_sequence_parallel_group())
-    losses, norms = [], []
+    losses, norms, saved = [], [], {}
+    saves = folder / f"saves {run.resumes}"
     for number, part in enumerate((data[: STEPS // 2], data[STEPS // 2 :]) if run.resumes else (data,)):
         # Rank 0's weights win, and then those of the checkpoint.
         model = model_of(run, seed=dist.get_rank() + 10 * number)
@@ -133,16 +136,22 @@ def trained(run: Run, mpu: ModuleType, ranks: int, folder: Path) -> dict[str, An
                 handle_of(patch)(0, run.moves)
             with engine_for(model, config, mpu=mpu) as engine:
                 if number:
-                    engine.load_checkpoint(folder / "saves")
+                    engine.load_checkpoint(saves)
                 result = train(engine, part, loss_of)
                 losses, norms = losses + result.losses, norms + result.norms
                 if run.resumes and not number:
-                    engine.save_checkpoint(folder / "saves")
-                found = {"losses": losses, "norms": norms, "states": states_of(engine.module)}
+                    engine.save_checkpoint(saves)
+                    saved = states_of(engine.module)
+                found = {"losses": losses, "norms": norms, "states": states_of(engine.module), "saved": saved}
                 if run.slide is not None:
                     parts = engine.optimizer.runtime.parts
                     found["handled"] = parts.spare.activations.statistics
                     found["is_shared"] = parts.context.shared is not None
+        if run.resumes == "universal" and not number:
+            config = universal(config)
+            if dist.get_rank() == 0:
+                convert(saves)
+            dist.barrier()
     return found
 
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import two_ranks
-from harness import Result, batches, differences, llama, plain_training, to_bf16, unequal
-from sequences_worker import BLOCKS, STEPS
+from harness import (
+    Result,
+    batches,
+    differences,
+    engine_for,
+    llama,
+    plain_training,
+    states_of,
+    to_bf16,
+    train,
+    unequal,
+)
+from sequences_worker import BLOCKS, RUNS, STEPS
+from universal import universal
 
 WORKER = "sequences_worker.py"
 LOSS_TOLERANCE, NORM_TOLERANCE = 2.0**-10, 2.0**-8
@@ -19,6 +32,7 @@ stock 1.329 and DS-Slide 1.305; in the first one plain torch and DS-Slide have 0
 SAME_BITS = {
     "moved": "clipping",
     "resumed": "clipping",
+    "universal": "clipping",
     **dict.fromkeys(("checkpointed", "checkpointed-reentrant", "taken-over", "unasked", "as-written"), "clipping"),
     **dict.fromkeys(("gathered", "ssd"), "clipping"),
     "adapters-checkpointed": "adapters",
@@ -90,6 +104,19 @@ def test_it_is_the_training_with_whole_sequences(seen: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+def test_a_universal_checkpoint_goes_to_one_rank(tmp_path: Path) -> None:
+    """That of two ranks which divide sequences, into a training with whole ones."""
+    saved = two_ranks.seen_by(two_ranks.run(WORKER, tmp_path, "2", "universal"))[0]["universal"]["saved"]
+    with engine_for(llama(seed=5, num_hidden_layers=BLOCKS), universal(RUNS["universal"].config)) as engine:
+        assert unequal(states_of(engine.module), saved)
+        engine.load_checkpoint(tmp_path / "saves universal")
+        assert unequal(states_of(engine.module), saved) == []
+        assert engine.global_steps == STEPS // 2
+        assert all(map(math.isfinite, train(engine, batches(2)).losses))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["accelerate", "trainer"])
 def test_a_parallelism_config_divides_them(tmp_path: Path, by: str) -> None:
     """accelerate passes the mpu to `initialize`, and adapts the data."""
@@ -105,13 +132,13 @@ def test_a_parallelism_config_divides_them(tmp_path: Path, by: str) -> None:
 
 @pytest.mark.slow
 def test_two_sequences_over_two_ranks_each(tmp_path: Path) -> None:
-    names = ("clipping", "immediate", "accumulation", "moved", "gathered", "resumed")
+    names = ("clipping", "immediate", "accumulation", "moved", "gathered", "resumed", "universal")
     found = two_ranks.seen_by(two_ranks.run(WORKER, tmp_path, "4", *names, "stock", "stock-accumulation"), 4)
     for of_rank in found:
         for name in ("clipping", "accumulation"):
             assert of_rank[name]["losses"] == pytest.approx(of_rank[STOCK[name]]["losses"], abs=LOSS_TOLERANCE)
             assert of_rank[name]["norms"] == pytest.approx(of_rank[STOCK[name]]["norms"], rel=NORM_TOLERANCE)
-        for name in ("moved", "gathered", "resumed"):
+        for name in ("moved", "gathered", "resumed", "universal"):
             assert differences(result_of(of_rank[name]), result_of(of_rank["clipping"])) == []
         assert unequal(of_rank["immediate"]["states"], found[0]["immediate"]["states"]) == []
     first, second, third, _ = (of_rank["clipping"]["losses"] for of_rank in found)
