@@ -113,6 +113,11 @@ class GradientCodec:
         itself."""
         return written
 
+    def packed_itemsize(self, weight_bytes: int) -> int:  # noqa: ARG002
+        """Return the bytes of an element that `encode_for_ranks` writes. Fewer than those of `dtype`: it writes the
+        weights' data type, which autograd's gradients have. `weight_bytes`: bytes of a weight."""
+        return self.dtype.itemsize
+
     @property
     def lies_as_parts(self) -> bool:
         """Whether a gradient, as autograd leaves it, lies as `encode_for_ranks` writes it. With several ranks only."""
@@ -161,8 +166,8 @@ class GradientCodec:
         raise NotImplementedError
 
     def encode_for_ranks(self, gradients: ParameterGradients, out: torch.Tensor) -> torch.Tensor | None:
-        """Write each rank's part of this rank's gradient to `out` ([world_size * numel] of `dtype`, rank-major). The
-        parts are averaged afterwards. With several ranks only.
+        """Write each rank's part of this rank's gradient to `out` ([world_size * numel], rank-major; see
+        `packed_itemsize`). The parts are averaged afterwards. With several ranks only.
 
         Returns the square sum of `gradients`, [] fp64, where the codec has masters.
         """
@@ -269,11 +274,9 @@ class Identity(GradientCodec):
 
         square_sum = torch.empty((), dtype=torch.float64, device=out.device) if sums else None
         offsets, _ = self._places
-        pack_gradients(self._of_dtype(gradients), out, offsets[: len(gradients)], square_sum, accumulate=accumulate)
+        given = _of_dtype(gradients, self.dtype)
+        pack_gradients(given, out, offsets[: len(gradients)], square_sum, accumulate=accumulate)
         return square_sum
-
-    def _of_dtype(self, gradients: ParameterGradients) -> list[torch.Tensor | None]:
-        return [each if each is None or each.dtype == self.dtype else each.to(self.dtype) for each in gradients]
 
     def encode_by_torch(self, gradients: ParameterGradients, out: torch.Tensor, *, accumulate: bool) -> None:
         """Encode without a GPU, with the same bits."""
@@ -285,6 +288,9 @@ class Identity(GradientCodec):
         if targets:
             (torch._foreach_add_ if accumulate else torch._foreach_copy_)(targets, sources)
 
+    def packed_itemsize(self, weight_bytes: int) -> int:
+        return min(self.dtype.itemsize, weight_bytes)
+
     def encode_for_ranks(self, gradients: ParameterGradients, out: torch.Tensor) -> None:
         encode = self.encode_for_ranks_in_one_pass if out.is_cuda else self.encode_for_ranks_by_torch
         encode(gradients, out)
@@ -295,12 +301,13 @@ class Identity(GradientCodec):
 
         offsets, parts = self._places
         count = len(gradients)
-        pack_gradients_for_ranks(self._of_dtype(gradients), out, offsets[:count], parts[:count], self.layout.world_size)
+        given = _of_dtype(gradients, out.dtype)
+        pack_gradients_for_ranks(given, out, offsets[:count], parts[:count], self.layout.world_size)
 
     def encode_for_ranks_by_torch(self, gradients: ParameterGradients, out: torch.Tensor) -> None:
         """Encode without a GPU, with the same bits."""
         out.zero_()  # alignment gaps, unused parameters, and the padding of the last ranks
-        given = [(entry, flat) for entry, flat in self._flat(gradients) if flat is not None]
+        given = [(entry, flat) for entry, flat in self._flat(gradients, out.dtype) if flat is not None]
         targets, sources = [], []
         for rank, of_rank in enumerate(out.view(self.layout.world_size, self.numel)):
             for entry, flat in given:
@@ -334,8 +341,14 @@ class Identity(GradientCodec):
         masters.weight[span].copy_(own[span], non_blocking=True)
         return (span.stop - span.start) * own.element_size()
 
-    def _flat(self, gradients: ParameterGradients) -> Iterator[tuple[Entry, torch.Tensor | None]]:
-        """Yield each trainable entry with its gradient, [numel] of `dtype`."""
+    def _flat(
+        self, gradients: ParameterGradients, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[Entry, torch.Tensor | None]]:
+        """Yield each trainable entry with its gradient, [numel] of `dtype`, the codec's by default."""
         trainable = self.layout.entries[: len(gradients)]  # they come first
         for entry, gradient in zip(trainable, gradients, strict=True):
-            yield entry, None if gradient is None else gradient.reshape(-1).to(self.dtype)
+            yield entry, None if gradient is None else gradient.reshape(-1).to(dtype or self.dtype)
+
+
+def _of_dtype(gradients: ParameterGradients, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    return [each if each is None or each.dtype == dtype else each.to(dtype) for each in gradients]

@@ -392,14 +392,15 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
         packed = [unit for index, unit in enumerate(units) if not (unit.is_outer or index in placement.on_gpu)]
     else:
         packed = [unit for unit in units if not unit.is_averaged_in_place]
-    staged = max((unit.codec.nbytes for unit in packed), default=0)
+    parts = max((unit.codec.nbytes for unit in packed), default=0)
     if encoding := max((unit.codec.encode_bytes for unit in units), default=0):
         yield Allocation(COMPRESSING, "gpu", encoding, "gradients on their way")
         yield Allocation(CHANGES, "gpu", max(unit.codec.apply_bytes for unit in units), "weights on their way")
-    yield Allocation(STAGED, "gpu", STAGINGS * ranks * staged, "gradients on their way", STAGINGS)
+    of_rank = parts if ranks == 1 else max((unit.codec.numel * unit.packed_itemsize for unit in packed), default=0)
+    yield Allocation(STAGED, "gpu", STAGINGS * ranks * of_rank, "gradients on their way", STAGINGS)
     if ranks == 1:
         return
-    yield Allocation(STAGED_PARTS, "gpu", STAGINGS * staged, "gradients on their way", STAGINGS)
+    yield Allocation(STAGED_PARTS, "gpu", STAGINGS * parts, "gradients on their way", STAGINGS)
     yield Allocation(AVERAGED, "gpu", _averaged_bytes(units, needs), "gradients on their way")
     gathered = [unit.share for index, unit in enumerate(units) if is_gathered(index, needs, placement)]
     yield Allocation(GATHERED, "gpu", ranks * max(gathered, default=0), "weights on their way")
@@ -413,14 +414,16 @@ def _on_gpu_between(units: Sequence[UnitSize], needs: Needs, placement: Placemen
 
 
 def _averaged_bytes(units: Sequence[UnitSize], needs: Needs) -> int:
-    """Bytes beside a gradient that is averaged where it lies: this rank's part, and a piece of a copy that is wider or
-    divided. NCCL divides as it reads, for powers of two (`Ranks.reduce_in_place`). The tensors come at the end of
-    backward, when activations are gone, and go with their copies. So the largest count for all."""
+    """Bytes beside gradients that are averaged where they lie, or were packed: this rank's part of the first, and a
+    piece of a copy that is wider or divided. NCCL divides as it reads, for powers of two (`Ranks.reduce_in_place`). The
+    parts come at the end of backward, when activations are gone, and go with their copies. So the largest count for
+    all."""
     in_place, ranks = [unit for unit in units if unit.is_averaged_in_place], needs.world_size
     part = max((unit.codec.nbytes for unit in in_place), default=0)
     divides = ranks & (ranks - 1) == 0 and needs.page_locks  # an accelerator that is the host has no NCCL
-    is_copied = not divides or any(unit.codec.dtype.itemsize > unit.weight_bytes for unit in in_place)
-    return part + (ranks * min(part, PIECE_BYTES) if is_copied else 0)
+    copied = [unit for unit in units if unit.packed_itemsize < unit.codec.dtype.itemsize]
+    copied += [] if divides else in_place
+    return part + ranks * min(PIECE_BYTES, max((unit.codec.nbytes for unit in copied), default=0))
 
 
 def _gradient_rings(units: Sequence[UnitSize], needs: Needs, placement: Placement) -> Iterator[Allocation]:

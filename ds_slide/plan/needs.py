@@ -43,6 +43,11 @@ class UnitSize:
         return self.kind == "outer"
 
     @property
+    def packed_itemsize(self) -> int:
+        """Bytes of an element of the gradient that is packed for several ranks."""
+        return self.codec.packed_itemsize(self.weight_bytes)
+
+    @property
     def is_averaged_in_place(self) -> bool:
         return is_averaged_in_place(self.codec, self.kind)
 

@@ -77,6 +77,15 @@ def test_a_head_with_a_bias_is_packed_as_before() -> None:
     assert made.entry(AVERAGED).nbytes == 0
 
 
+def test_a_block_that_is_reduced_in_fp32_is_packed_as_autograd_leaves_it() -> None:
+    blocks = [replace(unit(BLOCK, kind="block", dtype=torch.float32), name=f"blocks.{index}") for index in range(4)]
+    needs = Needs(held_bytes=4, window=2, ring=0, world_size=2, shares_weights=True, page_locks=True)
+    made = make_plan(blocks, needs, BUDGETS)
+    assert made.entry(STAGED).nbytes == 2 * BLOCK * 2
+    assert made.entry(STAGED_PARTS).nbytes == 2 * (BLOCK // 2) * 4
+    assert made.entry(AVERAGED).nbytes == 2 * (BLOCK // 2) * 4
+
+
 SMALL, LARGE = 64 * 12 * 100, 64 * 12 * 100_000
 IN_PIECES = [
     (4, True, torch.bfloat16, False),

@@ -19,6 +19,7 @@ import two_ranks
 from harness import ds_config, engine_for, states_of
 from torch import nn
 
+from ds_slide.compression.codec import Identity
 from ds_slide.model import structure
 from ds_slide.plan import needs
 from ds_slide.runtime.core import unit as units
@@ -102,6 +103,7 @@ def noted(*, packs: bool) -> Iterator[dict[str, set[str]]]:
         if packs:
             for module in (needs, units):
                 patch.setattr(module, "is_averaged_in_place", lambda *_: False)
+            patch.setattr(Identity, "packed_itemsize", lambda self, _: self.dtype.itemsize)  # converted before
         yield ways
 
 

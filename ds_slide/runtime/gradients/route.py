@@ -467,16 +467,21 @@ class Gradients:
             if unit.state.writes_change:
                 summed = self._add_square_sums(unit, summed, own)
             return Packed(own, summed, staging.free)
-        packed = _of_dtype(staging.packed, codec.dtype)[: ranks * codec.numel]
+        packed = self._packed(unit, staging)
         if unit.gradient.staging is None:
             self._encode_for_ranks(unit, staging)
-        self._ranks.reduce_gradients(unit.name, packed, own, self._device.mark())
+        reduce = self._ranks.reduce_gradients if packed.dtype == own.dtype else self._ranks.reduce_in_place
+        reduce(unit.name, packed, own, self._device.mark())
         return Packed(own, None, staging.free)
 
+    def _packed(self, unit: Unit, staging: PackedGradient) -> torch.Tensor:
+        codec, ranks = unit.codec, self._ranks.world_size
+        is_narrow = codec.packed_itemsize(unit.dtype.itemsize) < codec.dtype.itemsize
+        return _of_dtype(staging.packed, unit.dtype if is_narrow else codec.dtype)[: ranks * codec.numel]
+
     def _encode_for_ranks(self, unit: Unit, staging: PackedGradient) -> None:
-        codec = unit.codec
-        packed = _of_dtype(staging.packed, codec.dtype)[: self._ranks.world_size * codec.numel]
-        summed = codec.encode_for_ranks(unit.gradients(), packed)
+        packed = self._packed(unit, staging)
+        summed = unit.codec.encode_for_ranks(unit.gradients(), packed)
         if unit.state.writes_change:
             self._add_square_sums(unit, summed, packed)
 

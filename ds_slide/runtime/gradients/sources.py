@@ -39,7 +39,7 @@ class Staging:
 
     def __init__(self, packed: torch.Tensor, own: torch.Tensor, failures: Failures) -> None:
         self.packed = packed
-        """[world_size * numel] elements of the largest encoded gradient, rank-major."""
+        """[world_size * numel] elements of the largest packed gradient, rank-major."""
         self.own = own
         """[numel] elements of the largest encoded gradient; the same memory as `packed` for one rank."""
         self.free = Future.completed(failures)

@@ -52,18 +52,18 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def config(slide: dict[str, Any], method: str) -> dict[str, Any]:
+def config(slide: dict[str, Any], method: str, clip: float = 0.0) -> dict[str, Any]:
     params = {"muon_lr": 0.01, "adam_lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6, "ns_method": method}
-    made = ds_config(SLIDE | slide, clip=0.0, bf16={"enabled": True}, optimizer={"type": "Muon", "params": params})
+    made = ds_config(SLIDE | slide, clip=clip, bf16={"enabled": True}, optimizer={"type": "Muon", "params": params})
     made["zero_optimization"]["reduce_scatter"] = False
     return made
 
 
-def trained(slide: dict[str, Any], method: str) -> Result:
+def trained(slide: dict[str, Any], method: str, clip: float = 0.0) -> Result:
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randint(0, 64, (2, 16), generator=generator) for _ in range(2)]
     data: list[Batch] = [{"input_ids": ids, "labels": ids} for ids in batches]
-    with engine_for(own := llama(0, **SIZES), config(slide, method)) as engine:
+    with engine_for(own := llama(0, **SIZES), config(slide, method, clip)) as engine:
         result = train(engine, data)
         result.states = {}
         for name, parameter in own.named_parameters():
@@ -117,6 +117,23 @@ def test_recordings_of_the_lane_have_the_same_bits(monkeypatch: pytest.MonkeyPat
     # Updates of the first step begin in its backward, before anything is recorded, and may end later.
     assert 2 * len(BLOCK) <= len(replayed) < 4 * len(BLOCK)
     assert len(set(map(id, replayed))) == len(set(BLOCK))
+    assert differences(plain, recorded) == []
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_recordings_before_the_norm_of_updates_have_the_same_bits(
+    kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that computes makes all updates for their norm, before the step applies them."""
+    replayed: list[RecordedRun] = []
+    replay = RecordedRun.replay
+    monkeypatch.setattr(RecordedRun, "replay", lambda self: (replayed.append(self), replay(self))[1])
+    by_update = {"gpu_states": 0, "muon_kernel": kernel, "muon_norm": "update"}
+    plain = trained({**by_update, "captured_blocks": False}, "gram", clip=1.0)
+    assert not replayed
+    monkeypatch.setattr(Captures, "begin", lambda *_: None)
+    recorded = trained({**by_update, "captured_blocks": True}, "gram", clip=1.0)
+    assert len(replayed) == 2 * 2 * len(BLOCK)
     assert differences(plain, recorded) == []
 
 

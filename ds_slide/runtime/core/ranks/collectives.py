@@ -279,8 +279,9 @@ class Ranks:
             self._average(packed, own)
 
     def reduce_in_place(self, name: str, gradient: torch.Tensor, own: torch.Tensor, *after: Marker) -> None:
-        """Do the same without writing to `gradient`, which may have another data type than `own`. What has to be
-        converted or divided is copied in pieces, so that no copy of the whole gradient is made."""
+        """Do the same without writing to `gradient`, which may have another data type than `own`: divided sequences are
+        reduced in fp32. What has to be converted or divided is copied in pieces, so that no copy of the whole gradient
+        is made."""
         with self._issue(f"averaging the gradient of {name}", *after):
             if self._nccl_divides and gradient.dtype == own.dtype:
                 self._average(gradient, own)
@@ -336,7 +337,9 @@ class Ranks:
         if self.world_size == 1:
             return
         packed, own = packed.view(dtype), own.view(dtype)
-        if not own.numel():  # nothing is trained; weights may be gathered
+        if numel := min(own.numel(), packed.numel() // self.world_size):
+            own, packed = own[:numel], packed[: self.world_size * numel]
+        else:  # nothing is trained; weights may be gathered
             own, packed = own.new_zeros(1), own.new_zeros(self.world_size)
         with self._issue("connecting the ranks", self._device.mark()):
             dist.reduce_scatter_tensor(own, packed, group=self._group)
