@@ -22,7 +22,7 @@
 # large14      0123      80 s      14 B, 8x2048 c1, zero.Init
 # lora32       0123     110 s      32 B LoRA r 16, 4x2048 c1, zero.Init
 # sequences    01 + 23  130 s      longest sequence of two GPUs (40 GiB each); beside it 65,536 tokens on two whole GPUs: slide, stock
-# sequences2   01       290 s     the same on a host with two: longest sequence of GPU 0, then of both (20 GiB each), then 65,536 tokens: slide, stock
+# sequences2   01       480 s     the same on a host with two: longest sequence of GPU 0, then of both (40 GiB each), then 65,536 tokens: slide, stock
 # seq1         0         40 s      65,536 tokens on one whole GPU, slide
 # whole        0 + 12   170 s      longest on whole cards (optional)
 # tests        01 + 23  200 s      test_hangs.py and test_ranks_that_differ.py, two pytest processes
@@ -107,9 +107,10 @@ speed2() {
 }
 sequences() { longest2 0,1 "$(part 0 2)" & local first=$!; speed2 2,3 "$(part 2 4)" & wait $first $!; }
 sequences2() {
-  local host='{"host_memory": "60GiB"}'
-  lengths 80 50 0 "$(part 0 2)" 29620 longest1 --gib 20 --values 40960 49152 57344 65536 73728 81920 90112 98304 --slide "$host"
-  lengths 115 70 0,1 "$(part 0 4)" 29621 longest2 --gib 20 --values 81920 98304 114688 131072 147456 163840 --slide "$host"
+  local host='{"host_memory": "100GiB"}'
+  warm
+  lengths 150 60 0 "$(part 0 2)" 29620 longest1 --gib 40 --values 147456 163840 180224 196608 --slide "$host"
+  lengths 200 90 0,1 "$(part 0 4)" 29621 longest2 --gib 40 --values 270336 294912 327680 --slide "$host"
   speed2 0,1 "$(part 0 4)"
 }
 seq1() { lengths 70 60 0 "$(part 0 1)" 29617 speed-one --values 65536 --steps 4; }
