@@ -422,7 +422,7 @@ def _averaged_bytes(units: Sequence[UnitSize], needs: Needs) -> int:
     part = max((unit.codec.nbytes for unit in in_place), default=0)
     divides = ranks & (ranks - 1) == 0 and needs.page_locks  # an accelerator that is the host has no NCCL
     copied = [unit for unit in units if unit.packed_itemsize < unit.codec.dtype.itemsize]
-    copied += [] if divides else in_place
+    copied += [unit for unit in in_place if not divides or unit.weight_bytes != unit.codec.dtype.itemsize]
     return part + ranks * min(PIECE_BYTES, max((unit.codec.nbytes for unit in copied), default=0))
 
 

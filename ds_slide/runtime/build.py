@@ -233,6 +233,7 @@ def _choices(blueprint: Blueprint) -> dict[str, object]:
         "the dtype of gradients": str(settings.gradient_dtype),
         "the dtype of held gradients": str(settings.held_dtype),
         "ds_slide.compression": settings.slide.compression,
+        "whether a kernel makes Muon's symmetric products": settings.has_muon_kernel,
         "whether masters of compressed matrices are their bf16 weights": plan.needs.rounds_masters,
     }
 

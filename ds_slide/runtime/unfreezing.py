@@ -297,8 +297,8 @@ def _release_way_back(runtime: SlideRuntime, unit: Unit) -> None:
 def _fit_buffers(runtime: SlideRuntime, plan: Plan) -> None:
     """Replace the buffers of gradients where a gradient is longer now."""
     parts = runtime.parts
-    if not parts.gradients.holds(plan.entry(STAGED).piece):
-        entries = [each for each in plan.allocations if each.what in (STAGED, STAGED_PARTS)]
+    entries = [each for each in plan.allocations if each.what in (STAGED, STAGED_PARTS)]
+    if not parts.gradients.holds(entries[0].piece, entries[-1].piece):  # one rank has one entry for both
         allocator = Allocator(entries, parts.context.memory, runtime.device)
         parts.gradients.use(make_stagings(allocator, parts.context.ranks.world_size, parts.context.failures))
     context = parts.context

@@ -154,6 +154,9 @@ def run(engine: Engine, forwards: int, limit: int | None, forecaster: Steps) -> 
             schedule = forecaster.step(engine.plan).schedule
             return Schedules(schedule, schedule)
 
+        def products_s(self) -> None:
+            """Nothing is updated by Muon."""
+
     context = context_of(device)
     spare = SpareMemory(context, Activations(context, []), OfPlan(engine, limit), Updating())
     spare.room.states, engine.accumulates = engine, forwards > 1

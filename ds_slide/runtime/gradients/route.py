@@ -176,9 +176,9 @@ class Gradients:
         """Bytes of outer modules' gradients on the GPU that are still to be copied to host memory."""
         return sum(each.nbytes for each in self._unpacked.values())
 
-    def holds(self, nbytes: int) -> bool:
-        """Whether the buffers take `nbytes` of packed gradients."""
-        return all(staging.packed.numel() >= nbytes for staging in self._stagings)
+    def holds(self, packed: int, own: int) -> bool:
+        """Whether the buffers take `packed` bytes of gradients, and `own` of this rank's part."""
+        return all(each.packed.numel() >= packed and each.own.numel() >= own for each in self._stagings)
 
     def square_sums_of(self, unit: Unit, on_device: torch.Tensor) -> SquareSums:
         """The square sums of a unit's held gradient, once the lanes have drained; `on_device`: `sums`."""

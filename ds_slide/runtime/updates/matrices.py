@@ -17,8 +17,8 @@ The buffers have these owners:
                                                task of the update lane to the last copy down
     their copies                               a lease of `ByteRing`, which goes from lane to lane with a marker, and
                                                back when the last copy down has passed
-    the update and the products                GPU memory that torch gives to the stream of the products, used there
-                                               alone
+    the update and the products                memory of the recordings, or what torch gives to the stream of the
+                                               products. It is used there alone, once the recordings are made
 
 The update lane waits for the room of the oldest lease, on the host. So the order of units is decided as late as it can
 be. The other two lanes wait for no lease, and only for the GPU.
@@ -111,6 +111,8 @@ class MatrixUpdates:
         self._host = HostUpdates(context.updater)
         self._device, self._failures, self._ranks = context.device, context.failures, context.ranks
         self._products, self._down = context.lanes.products, context.lanes.matrices_d2h
+        self._before = (context.lanes.d2h, context.lanes.update, self._products, self._down)
+        """The lanes that an update passes, in this order."""
         self._up = context.device.stream()
         self._scale = context.settings.slide.muon_scale
         self._most = max((unit.largest_matrix for unit in context.plan.units), default=0)
@@ -163,12 +165,18 @@ class MatrixUpdates:
 
     def prepare(self, units: Sequence[Unit], hypers: Sequence[Hyper]) -> None:
         """Record the products of all runs of the lane. Called by the compute thread in each step, before it queues
-        updates; those that are under way run as written."""
+        updates. Where there is something to record, in the first step, it waits for those that are under way: a
+        recording counts what memory changes, and torch frees no cached memory meanwhile."""
         methods = tuple(hyper.method for hyper in hypers if isinstance(hyper, MuonHyper))
         if self.streamed is None or self._copies is None or methods == self._methods:
             return
         self._methods = methods
         self._of_units = {unit: [*self._all_products(unit, hypers)] for unit in units}
+        if not any(self._of_units.values()):
+            return  # several ranks, or clipped updates: `orthogonalize` has made them
+        for lane in self._before:
+            lane.drain()
+        self._device.release_cached()
         with self._own_dtypes():
             self.streamed.prepare(chain.from_iterable(self._of_units.values()), measures=True)
 

@@ -105,14 +105,23 @@ class RecordedRuns:
 
     def prepare(self, wanted: Iterable[Products], *, measures: bool = False) -> None:
         """Record what has no recording yet. `measures`: set the seconds of the recordings, if these are the first.
-        Waits for the GPU then."""
+        Waits for the GPU where it records. Without memory for a recording the log says so once, and what has been
+        recorded stays."""
+        missing = [products for products in dict.fromkeys(wanted) if products not in self._recorded]
+        if not (missing and self._may_record):
+            return
         made: dict[Products, RecordedRun] = {}
-        for products in wanted:
-            if not (products in self._recorded or products in made) and (run := self._record(products)) is not None:
-                made[products] = run
-        if measures and not self._recorded and self._memory is not None:
-            for run in made.values():
-                run.measure(self._device, self._memory.stream)
+        try:
+            memory, update = self._memory_and_update()
+            for products in missing:
+                made[products] = RecordedRun(products, update[: math.prod(products.shape)], memory)
+            for run in made.values() if measures and not self._recorded else ():
+                run.measure(self._device, memory.stream)
+            # The libraries' workspace on that stream is in all recordings: nothing may use it beside a replay.
+            self._device.mark(memory.stream, host_waits=True).synchronize()
+        except Exception as error:
+            log.warning(f"the products of Muon cannot be recorded (CUDA graph) and run one by one: {error}")
+            self._may_record = False
         self._recorded.update(made)
 
     def get(self, products: Products) -> RecordedRun | None:
@@ -128,16 +137,9 @@ class RecordedRuns:
             self._memory.close()
             self._memory = None
 
-    def _record(self, products: Products) -> RecordedRun | None:
-        if not self._may_record:
-            return None
+    def _memory_and_update(self) -> tuple[Memory, torch.Tensor]:
+        if self._update is None:
+            self._update = torch.zeros(self._most, dtype=torch.float32, device=self._device.torch)
         if self._memory is None:
             self._memory = Memory(self._device, self._device.stream(first=self._first))
-            self._update = torch.zeros(self._most, dtype=torch.float32, device=self._device.torch)
-        assert self._update is not None
-        try:
-            return RecordedRun(products, self._update[: math.prod(products.shape)], self._memory)
-        except Exception as error:
-            log.warning(f"the products of Muon cannot be recorded (CUDA graph) and run one by one: {error}")
-            self._may_record = False  # what has been recorded stays: its owner may be replaying it
-            return None
+        return self._memory, self._update

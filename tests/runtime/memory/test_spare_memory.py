@@ -169,6 +169,9 @@ class Updating:
     def schedules(self) -> Schedules:
         return self.found
 
+    def products_s(self) -> None:
+        """Nothing is updated by Muon."""
+
 
 class OfGpu(Budget):
     """All that is on the GPU counts."""
@@ -223,6 +226,17 @@ def test_states_take_what_the_measured_peak_and_the_margin_leave() -> None:
     before = list(run.units.orders)
     run.steps(10)
     assert run.units.orders == before and run.gpu.most <= TOTAL - MARGIN
+
+
+@pytest.mark.parametrize(("alone", "counted"), [(0.15, 0.15), (0.9, 0.58), (None, 0.58)])
+def test_products_of_muon_count_as_they_are_alone(alone: float | None, counted: float) -> None:
+    """Beside the model each of them waits for processors, and its lane is busy for longer."""
+    lanes: Any = {"compute": {"busy_s": 0.7}, "update": {"busy_s": 0.8}, "products": {"busy_s": 0.58}}
+    statistics = StepStatistics(1, 1.0, 1.0, "update", lanes, {})
+    step = spare_memory._measured(statistics, Updating.found, 0, 1, alone)
+    assert step.lanes["products"] == counted
+    del lanes["products"]
+    assert "products" not in spare_memory._measured(statistics, Updating.found, 0, 1, alone).lanes
 
 
 def test_slots_beyond_the_least_give_way_to_states() -> None:

@@ -282,15 +282,16 @@ class Ranks:
         """Do the same without writing to `gradient`, which may have another data type than `own`: divided sequences are
         reduced in fp32. What has to be converted or divided is copied in pieces, so that no copy of the whole gradient
         is made."""
+        if self._nccl_divides and gradient.dtype == own.dtype:
+            self.reduce_gradients(name, gradient, own, *after)
+            return
+        parts, most = gradient.view(self.world_size, -1), min(PIECE_BYTES // own.element_size(), own.numel())
+        with self.on_stream():  # memory of this stream, which alone uses it; before the collective, which others await
+            copies = own.new_empty(self.world_size * most)
         with self._issue(f"averaging the gradient of {name}", *after):
-            if self._nccl_divides and gradient.dtype == own.dtype:
-                self._average(gradient, own)
-                return
-            parts, most = gradient.view(self.world_size, -1), PIECE_BYTES // own.element_size()
             for start in range(0, own.numel(), most):
                 piece = own[start : start + most]
-                # Memory of this stream, which alone uses it.
-                copied = own.new_empty(self.world_size, piece.numel())
+                copied = copies[: self.world_size * piece.numel()].view(self.world_size, -1)
                 copied.copy_(parts[:, start : start + piece.numel()])
                 self._average(copied.view(-1), piece)
 
