@@ -83,7 +83,7 @@ class Gpu(Device):
         self.is_cuda = True
         self.asked: list[tuple[str, Any]] = []
 
-    def stream(self) -> str:
+    def stream(self, *, first: bool = False) -> str:  # noqa: ARG002
         return "a stream"
 
     def on(self, stream: Any) -> Any:
