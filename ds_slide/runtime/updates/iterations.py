@@ -16,9 +16,9 @@ import torch
 from ds_slide.optim.muon import Method
 from ds_slide.optim.muon_batch import Batch, orthogonal_together
 from ds_slide.optim.muon_groups import Shape, numel_of
-from ds_slide.report.log import log
 from ds_slide.runtime.captured.graphs import Graph, Memory
 from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.updates.recorded_runs import warn_of_no_recording
 
 Key = tuple[tuple[Shape, ...], Method, torch.dtype]
 
@@ -52,7 +52,7 @@ class Iterations:
         try:
             results = recorded.run()
         except RecordingFailed as error:
-            log.warning(f"the products of Muon cannot be recorded (CUDA graph) and run one by one: {error.__cause__}")
+            warn_of_no_recording(error.__cause__)
             results = recorded.batch.iterate()
             self.close()
         yield from results

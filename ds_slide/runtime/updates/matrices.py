@@ -368,10 +368,12 @@ class MatrixUpdates:
 
     def _prepared(self, run: _Run) -> RecordedRun | None:
         """Return a recording of the thread that computes, which makes it first."""
-        if self.alone is not None and run.matrices is not None:
+        recorded = self._recorded(self.alone, run)
+        if recorded is None and self.alone is not None and run.matrices is not None:
             with self._own_dtypes():
                 self.alone.prepare([self._products_of(run)])
-        return self._recorded(self.alone, run)
+            recorded = self._recorded(self.alone, run)
+        return recorded
 
     def _recorded(self, recordings: RecordedRuns | None, run: _Run) -> RecordedRun | None:
         return None if recordings is None or run.matrices is None else recordings.get(self._products_of(run))

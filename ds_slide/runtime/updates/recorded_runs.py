@@ -120,7 +120,7 @@ class RecordedRuns:
             # The libraries' workspace on that stream is in all recordings: nothing may use it beside a replay.
             self._device.mark(memory.stream, host_waits=True).synchronize()
         except Exception as error:
-            log.warning(f"the products of Muon cannot be recorded (CUDA graph) and run one by one: {error}")
+            warn_of_no_recording(error)
             self._may_record = False
         self._recorded.update(made)
 
@@ -143,3 +143,7 @@ class RecordedRuns:
         if self._memory is None:
             self._memory = Memory(self._device, self._device.stream(first=self._first))
         return self._memory, self._update
+
+
+def warn_of_no_recording(error: BaseException | None) -> None:
+    log.warning(f"the products of Muon cannot be recorded (CUDA graph) and run one by one: {error}")

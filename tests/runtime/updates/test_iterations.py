@@ -13,9 +13,9 @@ from ds_slide.kernels.offload import tiles
 from ds_slide.optim.muon import Method
 from ds_slide.optim.muon_batch import orthogonal_together
 from ds_slide.optim.muon_groups import Shape, numel_of
+from ds_slide.report.log import log
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.core.device import Device
-from ds_slide.runtime.updates import iterations
 from ds_slide.runtime.updates.iterations import Iterations
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -92,7 +92,7 @@ def failing(*_: object) -> None:
 def test_a_recording_that_fails_runs_as_written_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(Graph, "record", failing)
-    monkeypatch.setattr(iterations.log, "warning", told.append)
+    monkeypatch.setattr(log, "warning", told.append)
     own = Iterations(Device(DEVICE))
     for step in range(3):
         for index, case in enumerate(CASES):
