@@ -198,6 +198,29 @@ DS_SLIDE_ABI(std::int64_t, accumulate,
   });
 }
 
+DS_SLIDE_ABI(std::int64_t, join,
+             (Workers * workers, std::uint64_t masters_ptr, std::uint64_t weight_ptr,
+              std::uint64_t remainder_ptr, std::int64_t numel, std::int64_t isa)) {
+  return guarded([&] {
+    std::size_t const count = count_of("numel", numel);
+    join(*workers, kernels_numbered(isa), static_cast<float*>(pointer("masters_ptr", masters_ptr, 4, count)),
+         static_cast<std::uint16_t const*>(pointer("weight_ptr", weight_ptr, 2, count)),
+         static_cast<std::uint16_t const*>(pointer("remainder_ptr", remainder_ptr, 2, count)), count);
+  });
+}
+
+DS_SLIDE_ABI(std::int64_t, split,
+             (Workers * workers, std::uint64_t masters_ptr, std::uint64_t weight_ptr,
+              std::uint64_t remainder_ptr, std::int64_t numel, std::int64_t isa)) {
+  return guarded([&] {
+    std::size_t const count = count_of("numel", numel);
+    split(*workers, kernels_numbered(isa),
+          static_cast<float const*>(pointer("masters_ptr", masters_ptr, 4, count)),
+          static_cast<std::uint16_t*>(pointer("weight_ptr", weight_ptr, 2, count)),
+          static_cast<std::uint16_t*>(pointer("remainder_ptr", remainder_ptr, 2, count)), count);
+  });
+}
+
 DS_SLIDE_ABI(std::int64_t, sum_of_squares,
              (Workers * workers, std::uint64_t ptr, std::int64_t dtype, std::int64_t numel, std::int64_t isa,
               double* sum)) {

@@ -57,6 +57,28 @@ double sum_of_squares(void const* data, std::size_t begin, std::size_t end) {
   return lanes[0];
 }
 
+/// The fp32 masters of bf16 weights and their remainders.
+template <class V>
+void join(float* masters, std::uint16_t const* weight, std::uint16_t const* remainder, std::size_t begin,
+          std::size_t end) {
+  std::size_t const vectors_end = whole_vectors_end<V>(begin, end);
+  for (std::size_t i = begin; i < vectors_end; i += V::width)
+    V::store_fp32(masters + i, V::load_split(weight + i, remainder + i));
+  for (std::size_t i = vectors_end; i < end; ++i)
+    masters[i] = Portable::load_split(weight + i, remainder + i);
+}
+
+/// The other way round.
+template <class V>
+void split(float const* masters, std::uint16_t* weight, std::uint16_t* remainder, std::size_t begin,
+           std::size_t end) {
+  std::size_t const vectors_end = whole_vectors_end<V>(begin, end);
+  for (std::size_t i = begin; i < vectors_end; i += V::width)
+    V::store_split(weight + i, remainder + i, V::load_fp32(masters + i));
+  for (std::size_t i = vectors_end; i < end; ++i)
+    Portable::store_split(weight + i, remainder + i, masters[i]);
+}
+
 template <class V, class Kind, Rule rule, Pass pass, StateFormat state>
 void fill_pass(RuleKernels& kernels) {
   constexpr Dtype bf16 = Dtype::bf16, fp16 = Dtype::fp16, fp32 = Dtype::fp32;
@@ -148,6 +170,8 @@ KernelTable make_table() {
        {accumulate<V, fp16, bf16>, accumulate<V, fp16, fp16>, accumulate<V, fp16, fp32>},
        {accumulate<V, fp32, bf16>, accumulate<V, fp32, fp16>, accumulate<V, fp32, fp32>}},
       {sum_of_squares<V, bf16>, sum_of_squares<V, fp16>, sum_of_squares<V, fp32>},
+      join<V>,
+      split<V>,
   };
 #define DS_SLIDE_FILL(name, type) fill_rule<V, type, Rule::name>(table);
   DS_SLIDE_UPDATE_RULES(DS_SLIDE_FILL)

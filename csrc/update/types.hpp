@@ -115,10 +115,16 @@ struct RuleKernels {
 struct KernelTable {
   using Accumulate = void (*)(void* dst, void const* src, std::size_t begin, std::size_t end);
   using SumOfSquares = double (*)(void const* data, std::size_t begin, std::size_t end);
+  using Join = void (*)(float* masters, std::uint16_t const* weight, std::uint16_t const* remainder,
+                        std::size_t begin, std::size_t end);
+  using Split = void (*)(float const* masters, std::uint16_t* weight, std::uint16_t* remainder,
+                         std::size_t begin, std::size_t end);
 
   RuleKernels rules[kNumRules];
   Accumulate accumulate[kNumDtypes][kNumDtypes];  // [dst][src]
   SumOfSquares sum_of_squares[kNumDtypes];
+  Join join;  // of bf16_split
+  Split split;
 };
 
 KernelTable const& portable_kernels();

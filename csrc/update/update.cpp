@@ -92,6 +92,20 @@ void accumulate(Workers& workers, KernelTable const& kernels, void* dst, Dtype d
              [&](std::size_t, std::size_t begin, std::size_t end) { kernel(dst, src, begin, end); });
 }
 
+void join(Workers& workers, KernelTable const& kernels, float* masters, std::uint16_t const* weight,
+          std::uint16_t const* remainder, std::size_t numel) {
+  for_slices(workers, numel, kAccumulateSlice, [&](std::size_t, std::size_t begin, std::size_t end) {
+    kernels.join(masters, weight, remainder, begin, end);
+  });
+}
+
+void split(Workers& workers, KernelTable const& kernels, float const* masters, std::uint16_t* weight,
+           std::uint16_t* remainder, std::size_t numel) {
+  for_slices(workers, numel, kAccumulateSlice, [&](std::size_t, std::size_t begin, std::size_t end) {
+    kernels.split(masters, weight, remainder, begin, end);
+  });
+}
+
 double sum_of_squares(Workers& workers, KernelTable const& kernels, void const* data, Dtype dtype,
                       std::size_t numel) {
   auto const kernel = kernels.sum_of_squares[static_cast<int>(dtype)];

@@ -44,6 +44,14 @@ void copy(Workers& workers, void* to, void const* from, std::size_t bytes);
 void accumulate(Workers& workers, KernelTable const& kernels, void* dst, Dtype dst_dtype, void const* src,
                 Dtype src_dtype, std::size_t numel);
 
+/// masters[i] = the fp32 number of a bf16 weight and its remainder.
+void join(Workers& workers, KernelTable const& kernels, float* masters, std::uint16_t const* weight,
+          std::uint16_t const* remainder, std::size_t numel);
+
+/// The bf16 weights of fp32 masters, rounded half up, and their remainders. `join` gives every number back.
+void split(Workers& workers, KernelTable const& kernels, float const* masters, std::uint16_t* weight,
+           std::uint16_t* remainder, std::size_t numel);
+
 /// Sum of float(data[i])^2 in fp64. Same bits for any thread count and instruction set.
 [[nodiscard]] double sum_of_squares(Workers& workers, KernelTable const& kernels, void const* data,
                                     Dtype dtype, std::size_t numel);

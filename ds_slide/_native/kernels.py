@@ -18,6 +18,8 @@ _workers_num_threads = function("workers_num_threads", "q:p", keeps_gil=True)
 _update = function("update", "q:ppqpq")
 _copy = function("copy", "q:pqqq")
 _accumulate = function("accumulate", "q:pqqqqqq")
+_join = function("join", "q:pqqqqq")
+_split = function("split", "q:pqqqqq")
 _sum_of_squares = function("sum_of_squares", "q:pqqqqp")
 _page_sums = function("page_sums", "q:ppqpq")
 _first_wrong_page = function("first_wrong_page", "q:ppqpq")
@@ -187,6 +189,20 @@ def accumulate(
     """``dst = round(float(dst) + float(src))``, to nearest even."""
     dst, src = _number_of("dst_dtype", _DTYPES, dst_dtype), _number_of("src_dtype", _DTYPES, src_dtype)
     checked(_accumulate(workers._handle, dst_ptr, dst, src_ptr, src, numel, _number_of("isa", _ISAS, isa)))
+
+
+def join(
+    workers: Workers, masters_ptr: int, weight_ptr: int, remainder_ptr: int, numel: int, isa: Isa = "auto"
+) -> None:
+    """Write the fp32 masters of bf16 weights and int16 remainders."""
+    checked(_join(workers._handle, masters_ptr, weight_ptr, remainder_ptr, numel, _number_of("isa", _ISAS, isa)))
+
+
+def split(
+    workers: Workers, masters_ptr: int, weight_ptr: int, remainder_ptr: int, numel: int, isa: Isa = "auto"
+) -> None:
+    """Write the bf16 weights of fp32 masters, rounded half up, and the int16 remainders. `join` is the way back."""
+    checked(_split(workers._handle, masters_ptr, weight_ptr, remainder_ptr, numel, _number_of("isa", _ISAS, isa)))
 
 
 def sum_of_squares(workers: Workers, ptr: int, dtype: Dtype, numel: int, isa: Isa = "auto") -> float:

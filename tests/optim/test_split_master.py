@@ -3,11 +3,14 @@ kernels."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_slide import _native
 from ds_slide.optim.adamw import AdamWHyper
 from ds_slide.optim.reference import decode_split, encode_split
 
@@ -123,6 +126,22 @@ def test_the_largest_numbers_stay_apart_from_infinity() -> None:
         assert hi.view(torch.bfloat16).isinf().tolist() == weight.bfloat16().isinf().tolist() == [False] + [True] * 3
         assert lo.tolist() == [0x7FFF, -0x8000, -1, 0]
         assert torch.equal(decode_split(hi, lo), weight)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 31, 70001])
+def test_the_kernels_split_and_join_as_the_reference(
+    isa: Literal["auto", "avx512", "avx2", "portable"], workers: _native.Workers, numel: int
+) -> None:
+    weight = torch.cat([every_upper_half([0x0000, 0x7FFF, 0x8000]), every_low_half(UPPERS)])[:numel]
+    hi, lo = torch.zeros_like(weight, dtype=torch.bfloat16), torch.zeros_like(weight, dtype=torch.int16)
+    pointers = weight.data_ptr(), hi.data_ptr(), lo.data_ptr()
+    _native.split(workers, *pointers, weight.numel(), isa)
+    assert_split(weight, hi.view(torch.int16), lo)
+    assert all(map(torch.equal, (hi.view(torch.int16), lo), encode_split(weight)))
+    expected = decode_split(hi, lo)
+    weight.zero_()
+    _native.join(workers, *pointers, weight.numel(), isa)
+    assert torch.equal(as_bits(weight), as_bits(expected))
 
 
 def unit_of(weight: torch.Tensor, grad: float = 0.0) -> Unit:

@@ -13,7 +13,6 @@ import torch
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.client import ClientHyper
-from ds_slide.optim.reference import join_split, split_into
 from ds_slide.optim.rule import Part
 from ds_slide.plan.allocations import CLIENT_STATES, FP32_GRADIENTS, FP32_MASTERS, state_buffer_of
 from ds_slide.report.log import log, size
@@ -84,7 +83,7 @@ class ClientUpdates:
         if remainder.is_floating_point():
             return remainder
         masters = self._masters[: weight.numel()]
-        join_split(weight, remainder, masters)
+        self.updater.join_(masters, weight, remainder)
         return masters
 
     def _write_masters(self, buffers: StateBuffers, masters: torch.Tensor) -> None:
@@ -93,7 +92,7 @@ class ClientUpdates:
         if buffers.remainder.is_floating_point():
             buffers.weight.copy_(masters)
         else:
-            split_into(masters, buffers.weight, buffers.remainder)
+            self.updater.split_(masters, buffers.weight, buffers.remainder)
 
     def _measure(self, unit: Unit, states: ClientStates) -> int:
         """Return the bytes of the unit's states. SlideError where they are more than planned and have no room."""
