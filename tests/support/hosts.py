@@ -1,9 +1,9 @@
-"""Emulated hosts: network namespaces that a bridge joins, each with a name, a /dev/shm and a /tmp of its own.
+"""Emulated hosts: network namespaces that a bridge joins, each with a name, clocks, a /dev/shm and a /tmp of its own.
 
 A process enters a host by itself (`enter`), so that forks of one process that has imported everything can be ranks of
 several hosts. The kernel then gives it what two machines have: addresses of its own, sockets that the other hosts do
-not see, and memory files that cannot be handed over. Only the clock, the disk and the directories that a test shares
-are common. It takes root.
+not see, memory files that cannot be handed over, and the time since another start of the machine. The time of day is
+another one for Python alone. Only the disk and the directories that a test shares are common. It takes root.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+CLONE_NEWTIME, CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00000080, 0x00020000, 0x04000000, 0x40000000
+CLOCK_APART_S = 3600
+"""Between the clocks of each two hosts that follow each other."""
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 INTERFACE = "eth0"
 DESCRIPTION = "hosts.json"
@@ -80,6 +83,11 @@ def why_not() -> str:
         return f"network namespaces are not allowed: {error.stderr.strip()}"
 
 
+def have_clocks() -> bool:
+    """Whether emulated hosts have their own time since the start of the machine (time namespaces, Linux 5.6)."""
+    return Path("/proc/self/ns/time_for_children").exists()
+
+
 @contextlib.contextmanager
 def joined(count: int) -> Iterator[list[Host]]:
     """`count` hosts on one network."""
@@ -132,6 +140,8 @@ def enter(host: Host, common: Path) -> None:
         _check(_libc.setns(space.fileno(), CLONE_NEWNET))
     _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
     socket.sethostname(host.name)
+    if have_clocks():
+        _set_clocks(host.number * CLOCK_APART_S)
     _mount("none", "/", MS_REC | MS_PRIVATE)
     # What is to stay visible may be in /tmp: this project, and the environment that it runs in.
     shown = [common, Path(__file__).parents[2], Path(sys.prefix)]
@@ -144,6 +154,17 @@ def enter(host: Host, common: Path) -> None:
         _mount(f"/proc/self/fd/{descriptor}", str(path), MS_BIND)
         os.close(descriptor)
     os.environ.update(GLOO_SOCKET_IFNAME=INTERFACE, TP_SOCKET_IFNAME=INTERFACE)
+
+
+def _set_clocks(ahead_s: int) -> None:
+    """Put the clocks of this process forward: that since the start of the machine, and Python's time of day."""
+    real = time.time
+    time.time = lambda: real() + ahead_s
+    own = Path("/proc/self/ns/time_for_children")
+    _check(_libc.unshare(CLONE_NEWTIME))
+    Path("/proc/self/timens_offsets").write_text(f"monotonic {ahead_s} 0\nboottime {ahead_s} 0\n")
+    with own.open() as space:
+        _check(_libc.setns(space.fileno(), CLONE_NEWTIME))
 
 
 def sent_bytes() -> int:

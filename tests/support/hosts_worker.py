@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def main(rank: int, folder: Path) -> None:
                 after - before for before, after in zip(counted.sent[::each], counted.sent[each::each], strict=False)
             ]
             results[name] = {"losses": result.losses, "norms": result.norms, "states": result.states}
-            results[name] |= {"sent": sent, "is_shared": counted.is_shared}
+            results[name] |= {"sent": sent, "is_shared": counted.is_shared, "clocks": (time.monotonic(), time.time())}
 
 
 if __name__ == "__main__":

@@ -111,7 +111,10 @@ class PackedTensor(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
             return cls(*(function(each) for each in (args[0].codes, args[0].scales)))
-        if function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype", torch.bfloat16) == torch.bfloat16:
+        if (
+            function is torch.ops.aten._to_copy.default
+            and (kwargs or {}).get("dtype", torch.bfloat16) == torch.bfloat16
+        ):
             device = (kwargs or {}).get("device")
             return cls(args[0].codes.to(device), args[0].scales.to(device))
         plain = [(a.codes * a.scales).bfloat16() if isinstance(a, cls) else a for a in args]

@@ -1,10 +1,12 @@
-"""Ranks on two emulated hosts: their weights are gathered over the network, and they have no board."""
+"""Ranks on two emulated hosts: their weights are gathered over the network, and they have no board. Their clocks are an
+hour apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import hosts
 import pytest
 from harness import Result, differences, unequal
 
@@ -37,6 +39,13 @@ def test_two_hosts_have_the_bits_of_one(apart: Seen, together: Seen, name: str) 
         assert (far[name]["is_shared"], near[name]["is_shared"]) == (False, True)
         assert differences(result_of(far[name]), result_of(near[name])) == []
     assert unequal(apart[0][name]["states"], apart[1][name]["states"]) == []
+
+
+def test_the_clocks_of_these_hosts_differ(apart: Seen) -> None:
+    if not hosts.have_clocks():
+        pytest.skip("the kernel has no time namespaces")
+    for earlier, later in zip(*(seen["clipping"]["clocks"] for seen in apart), strict=True):
+        assert later - earlier == pytest.approx(hosts.CLOCK_APART_S, abs=hosts.CLOCK_APART_S / 2)
 
 
 def test_the_losses_are_stocks(apart: Seen) -> None:
