@@ -62,9 +62,9 @@ class ExternalParameters:
         engine: Any = self._engine()
         if engine.global_steps != self._step:
             self._step = engine.global_steps
-            # All modules: the engine is one, too.
-            self._has_compiled = any(map(is_compiled, engine.modules()))
-            self._dictionaries = [_dictionary_of(module) for module in engine.module.modules()]
+            modules = list(engine.module.modules())
+            self._has_compiled = is_compiled(engine) or any(map(is_compiled, modules))
+            self._dictionaries = [_dictionary_of(module) for module in modules]
             self.watch_reads(not engine.optimizer.protocol.all_stay)
         for each in self._dictionaries:
             each._in_forward = True
