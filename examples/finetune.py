@@ -191,7 +191,14 @@ def main() -> None:
         # The CPU accelerator has no memory of its own: its peak would be the process's once more.
         gpu_peak = accelerator.max_memory_allocated() if device.type != "cpu" else None
         name = "DS-Slide" if hasattr(engine.optimizer, "slide_stats") else "stock DeepSpeed"
-        summary = report(records, engine=name, parameters=parameters, world_size=world_size, gpu_peak_bytes=gpu_peak)
+        summary = report(
+            records,
+            engine=name,
+            parameters=parameters,
+            world_size=world_size,
+            gpu_peak_bytes=gpu_peak,
+            weight_bytes=compute_dtype(args.config).itemsize,
+        )
         print(summary, flush=True)
     engine.destroy()
     deepspeed.comm.destroy_process_group()

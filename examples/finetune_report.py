@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# Host bytes per parameter of stock DeepSpeed ZeRO-3 CPU offload, measured on a model of 3.09 B parameters: fp32 master,
-# two moments, fp32 and bf16 gradient, bf16 weight, and what its pinned allocator rounds up.
+# Host bytes per parameter of stock DeepSpeed ZeRO-3 CPU offload in bf16, measured on a model of 3.09 B parameters: fp32
+# master, two moments, fp32 and bf16 gradient, bf16 weight, and what its pinned allocator rounds up.
 STOCK_BYTES_PER_PARAMETER = 26
 WARM_UP_STEPS = 3
 
@@ -87,9 +87,15 @@ def process_peak_bytes() -> int:
 
 
 def report(
-    records: list[StepRecord], *, engine: str, parameters: int, world_size: int, gpu_peak_bytes: int | None
+    records: list[StepRecord],
+    *,
+    engine: str,
+    parameters: int,
+    world_size: int,
+    gpu_peak_bytes: int | None,
+    weight_bytes: int = 2,
 ) -> str:
-    """The closing text of a run with `engine` (a name to show).
+    """The closing text of a run with `engine` (a name to show). `weight_bytes`: of one weight, as it is trained.
 
     Memory is that of one rank. `gpu_peak_bytes` is None on the CPU accelerator, where the "GPU" is host memory too.
     """
@@ -106,7 +112,7 @@ def report(
     ]
     if slide:
         lines.append(f"  bound by    {bound_lanes(steady)}")
-    lines += [f"  {line}" for line in _memory_lines(slide, parameters // world_size, gpu_peak_bytes)]
+    lines += [f"  {line}" for line in _memory_lines(slide, parameters // world_size, gpu_peak_bytes, weight_bytes)]
     return "\n".join(lines)
 
 
@@ -120,9 +126,9 @@ def bound_lanes(records: list[StepRecord]) -> str:
     return f"{shares}; bound / step time {efficiency:.2f} (median)"
 
 
-def _memory_lines(slide: dict[str, Any], parameters: int, gpu_peak_bytes: int | None) -> list[str]:
-    """Peak memory of each tier on one rank, against what stock ZeRO-3 offload needs for the states alone."""
-    stock = STOCK_BYTES_PER_PARAMETER * parameters
+def _memory_lines(slide: dict[str, Any], parameters: int, gpu_peak_bytes: int | None, weight_bytes: int) -> list[str]:
+    """Peak memory of each tier on one rank. In 16 bits also what stock ZeRO-3 offload needs for the states alone."""
+    stock = STOCK_BYTES_PER_PARAMETER * parameters if weight_bytes == 2 else None
     memory = slide.get("memory", {})
     lines = []
     if gpu_peak_bytes is not None:
@@ -131,7 +137,7 @@ def _memory_lines(slide: dict[str, Any], parameters: int, gpu_peak_bytes: int | 
         place = "the GPU:" if gpu_peak_bytes is not None else "what stands for the GPU here:"
         lines.append(f"window      {size(memory['gpu_bytes'])} on {place} slots, outer modules and states kept there")
         lines += _host_lines(memory, parameters, stock)
-    else:
+    elif stock is not None:
         lines.append(
             f"host states about {size(stock)} with offload (measured: {STOCK_BYTES_PER_PARAMETER} B/parameter)"
         )
@@ -139,14 +145,15 @@ def _memory_lines(slide: dict[str, Any], parameters: int, gpu_peak_bytes: int | 
     return lines
 
 
-def _host_lines(memory: dict[str, int], parameters: int, stock: int) -> list[str]:
-    """Host memory that the run needs, and free memory that it has used besides, for speed. `stock`: bytes."""
+def _host_lines(memory: dict[str, int], parameters: int, stock: int | None) -> list[str]:
+    """Host memory that the run needs, and free memory that it has used besides, for speed. `stock`: bytes of stock
+    ZeRO-3 offload, where they are known."""
     spare = memory.get("spare_state_bytes", 0) + memory.get("undo_log_bytes", 0)
     needed = memory["host_bytes"] - spare
-    lines = [
-        f"host states {size(needed)} needed, {needed / parameters:.1f} B/parameter; stock ZeRO-3 offload needs "
-        f"{size(stock)} ({STOCK_BYTES_PER_PARAMETER} B/parameter, measured)"
-    ]
+    lines = [f"host states {size(needed)} needed, {needed / parameters:.1f} B/parameter"]
+    if stock is not None:
+        measured = f"{STOCK_BYTES_PER_PARAMETER} B/parameter, measured"
+        lines[0] += f"; stock ZeRO-3 offload needs {size(stock)} ({measured})"
     if spare:
         lines.append(f"host spare  {size(spare)} of free memory used besides, to update blocks during backward")
     return lines

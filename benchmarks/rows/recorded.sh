@@ -3,7 +3,7 @@
 #     OUT=... bash benchmarks/rows/recorded.sh tests causes a k             # about 480 s
 #     OUT=... bash benchmarks/rows/recorded.sh v b g                        # about 560 s
 #     OUT=... bash benchmarks/rows/recorded.sh c3 c3-6 n                    # about 400 s
-#     OUT=... bash benchmarks/rows/recorded.sh c7                           # about 180 s
+#     OUT=... bash benchmarks/rows/recorded.sh c3 c7 m h                    # about 490 s: 24 GiB beside the host's own rates
 #     OUT=... bash benchmarks/rows/recorded.sh m l c3-off                   # about 380 s
 #     OUT=... bash benchmarks/rows/recorded.sh w s                          # about 550 s
 # BUDGET (seconds of this call, 590): a row gets what is left of it, and none begins with less than 30 s left.
@@ -76,6 +76,9 @@ n) row n 120 --system slide --model qwen2.5-3b --batch 8 --seq 2048 --steps 8 --
    row n-off 110 --system slide --model qwen2.5-3b --batch 8 --seq 2048 --steps 8 --gpu-fraction "$F" --warmup 9 --slide '{"captured_blocks": false}';;
 # MoE, 10 blocks of Qwen3-30B-A3B, 24 GiB, 1 x 2048 x 4: at most 2.5 s. Host memory: 104 GB.                           150 s
 m) row m 240 --system slide --model qwen3-30b-a3b-10-blocks --batch 1 --seq 2048 --grad-accum 4 --steps 6 --gpu-fraction "$F" --build host --warmup 9;;
+# The rates of this host's memory and link, with nothing beside them, by which c3, c7 and m are judged. The last row of a call: the engine
+# reads what it keeps.                                                                                                  40 s
+h) limited 100 python3 benchmarks/ceilings.py --refresh | tee "$OUT/recorded_h.json"; say h;;
 # 0.5 B, 8 x 512 x 4: at most 1.03 of GPU only.                                                                         120 s
 l) three l --model qwen2.5-0.5b --batch 8 --seq 512 --grad-accum 4 --steps 8;;
 # Stock, 3 B, 1 x 2048 x 8: 14.5 s on an H200. DeepSpeed compiles its CPU Adam once.                                   150 s

@@ -23,6 +23,7 @@
 # lora32       0123     110 s      32 B LoRA r 16, 4x2048 c1, zero.Init
 # sequences    01 + 23  130 s      longest sequence of two GPUs (40 GiB each); beside it 65,536 tokens on two whole GPUs: slide, stock
 # sequences2   01       480 s     the same on a host with two: longest sequence of GPU 0, then of both (40 GiB each), then 65,536 tokens: slide, stock
+# stock2       01       110 s     stock's longest sequence on two GPUs, 40 GiB each (it did 32,768)
 # seq1         0         40 s      65,536 tokens on one whole GPU, slide
 # whole        0 + 12   170 s      longest on whole cards (optional)
 # tests        01 + 23  200 s      test_hangs.py and test_ranks_that_differ.py, two pytest processes
@@ -113,6 +114,7 @@ sequences2() {
   lengths 200 90 0,1 "$(part 0 4)" 29621 longest2 --gib 40 --values 270336 294912 327680 --slide "$host"
   speed2 0,1 "$(part 0 4)"
 }
+stock2() { warm; lengths 150 60 0,1 "$(part 0 4)" 29622 longest-stock --system stock --gib 40 --values 36864 40960 45056 49152 --steps 1; }
 seq1() { lengths 70 60 0 "$(part 0 1)" 29617 speed-one --values 65536 --steps 4; }
 whole() {
   lengths 200 100 0 "$(part 0 1)" 29618 whole1 --values 196608 212992 229376 245760 &
