@@ -194,6 +194,11 @@ class Agreement:
             while self._averaged[order] < self._announced[order] and all(
                 self._count(rank, order) > self._averaged[order] for rank in others
             ):
+                # The last rank may have said what it expects, and announced this unit, since the order was looked for.
+                if not any(self._averaged):
+                    self._enter_order()
+                    if self._left or any(self._averaged):
+                        return
                 self._enter(order)
 
     def lead_end(self) -> None:
