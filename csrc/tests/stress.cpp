@@ -217,6 +217,11 @@ void exact_ends() {
                WeightFormat::bf16_split, Dtype::bf16, old.arrays(), numel, numbers);
         require(buffers == old, "an update out of place differs");
       }
+      std::vector<float> masters(numel);
+      std::vector<std::uint16_t> const weight_before = weight, remainder_before = remainder;
+      join(workers, kernels_for(isa), masters.data(), weight.data(), remainder.data(), numel);
+      split(workers, kernels_for(isa), masters.data(), weight.data(), remainder.data(), numel);
+      require(weight == weight_before && remainder == remainder_before, "masters were not split as before");
       accumulate(workers, kernels_for(isa), grad.data(), Dtype::bf16, weight.data(), Dtype::fp16, numel);
       require(sum_of_squares(workers, kernels_for(isa), grad.data(), Dtype::bf16, numel) >= 0.0,
               "a sum is negative");
