@@ -7,6 +7,7 @@ release the GIL. ValueError for an argument outside its range.
 from ds_slide._native.kernels import (
     SLICE_LOG_BYTES,
     UPDATE_SLICE,
+    SplitMasters,
     UpdateCall,
     Workers,
     accumulate,
@@ -31,6 +32,7 @@ __all__ = [
     "Lease",
     "Pool",
     "Slab",
+    "SplitMasters",
     "Turns",
     "UpdateCall",
     "Workers",

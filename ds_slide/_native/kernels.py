@@ -191,18 +191,22 @@ def accumulate(
     checked(_accumulate(workers._handle, dst_ptr, dst, src_ptr, src, numel, _number_of("isa", _ISAS, isa)))
 
 
-def join(
-    workers: Workers, masters_ptr: int, weight_ptr: int, remainder_ptr: int, numel: int, isa: Isa = "auto"
-) -> None:
-    """Write the fp32 masters of bf16 weights and int16 remainders."""
-    checked(_join(workers._handle, masters_ptr, weight_ptr, remainder_ptr, numel, _number_of("isa", _ISAS, isa)))
+class SplitMasters(NamedTuple):
+    """Addresses of fp32 masters, and of their bf16 weights and int16 remainders."""
+
+    masters_ptr: int
+    weight_ptr: int
+    remainder_ptr: int
 
 
-def split(
-    workers: Workers, masters_ptr: int, weight_ptr: int, remainder_ptr: int, numel: int, isa: Isa = "auto"
-) -> None:
-    """Write the bf16 weights of fp32 masters, rounded half up, and the int16 remainders. `join` is the way back."""
-    checked(_split(workers._handle, masters_ptr, weight_ptr, remainder_ptr, numel, _number_of("isa", _ISAS, isa)))
+def join(workers: Workers, arrays: SplitMasters, numel: int, isa: Isa = "auto") -> None:
+    """Write the masters."""
+    checked(_join(workers._handle, *arrays, numel, _number_of("isa", _ISAS, isa)))
+
+
+def split(workers: Workers, arrays: SplitMasters, numel: int, isa: Isa = "auto") -> None:
+    """Write the weights, rounded half up, and the remainders. `join` is the way back."""
+    checked(_split(workers._handle, *arrays, numel, _number_of("isa", _ISAS, isa)))
 
 
 def sum_of_squares(workers: Workers, ptr: int, dtype: Dtype, numel: int, isa: Isa = "auto") -> float:

@@ -166,11 +166,11 @@ class CpuUpdater:
 
     def join_(self, masters: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
         """Write the fp32 ``masters`` of bf16 weights and int16 remainders (`ds_slide.optim.reference.join_split`)."""
-        _native.join(self._workers, *_split_pointers("join_", masters, weight, remainder), masters.numel())
+        _native.join(self._workers, _split_masters("join_", masters, weight, remainder), masters.numel())
 
     def split_(self, masters: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
         """Write the bf16 ``weight`` and int16 ``remainder`` of fp32 ``masters``, as `encode_split` does."""
-        _native.split(self._workers, *_split_pointers("split_", masters, weight, remainder), masters.numel())
+        _native.split(self._workers, _split_masters("split_", masters, weight, remainder), masters.numel())
 
     def sum_of_squares(self, tensor: torch.Tensor) -> float:
         """Return the sum of squares of a bf16, fp16 or fp32 tensor, added in fp64. Infinities and NaN propagate."""
@@ -179,11 +179,11 @@ class CpuUpdater:
         return _native.sum_of_squares(self._workers, pointer, _dtype_name("sum_of_squares", "tensor", tensor), numel)
 
 
-def _split_pointers(
+def _split_masters(
     function: str, masters: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor
-) -> tuple[int, int, int]:
+) -> _native.SplitMasters:
     numel = masters.numel()
-    return (
+    return _native.SplitMasters(
         _pointer(function, "masters", masters, numel, torch.float32),
         _pointer(function, "weight", weight, numel, torch.bfloat16),
         _pointer(function, "remainder", remainder, numel, torch.int16),

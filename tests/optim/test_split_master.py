@@ -134,13 +134,13 @@ def test_the_kernels_split_and_join_as_the_reference(
 ) -> None:
     weight = torch.cat([every_upper_half([0x0000, 0x7FFF, 0x8000]), every_low_half(UPPERS)])[:numel]
     hi, lo = torch.zeros_like(weight, dtype=torch.bfloat16), torch.zeros_like(weight, dtype=torch.int16)
-    pointers = weight.data_ptr(), hi.data_ptr(), lo.data_ptr()
-    _native.split(workers, *pointers, weight.numel(), isa)
+    arrays = _native.SplitMasters(weight.data_ptr(), hi.data_ptr(), lo.data_ptr())
+    _native.split(workers, arrays, weight.numel(), isa)
     assert_split(weight, hi.view(torch.int16), lo)
     assert all(map(torch.equal, (hi.view(torch.int16), lo), encode_split(weight)))
     expected = decode_split(hi, lo)
     weight.zero_()
-    _native.join(workers, *pointers, weight.numel(), isa)
+    _native.join(workers, arrays, weight.numel(), isa)
     assert torch.equal(as_bits(weight), as_bits(expected))
 
 

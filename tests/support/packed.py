@@ -111,14 +111,11 @@ class PackedTensor(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
             return cls(*(function(each) for each in (args[0].codes, args[0].scales)))
-        if (
-            function is torch.ops.aten._to_copy.default
-            and (kwargs or {}).get("dtype", torch.bfloat16) == torch.bfloat16
-        ):
-            device = (kwargs or {}).get("device")
-            return cls(args[0].codes.to(device), args[0].scales.to(device))
+        options = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and options.get("dtype", torch.bfloat16) == torch.bfloat16:
+            return cls(*(each.to(options.get("device")) for each in (args[0].codes, args[0].scales)))
         plain = [(a.codes * a.scales).bfloat16() if isinstance(a, cls) else a for a in args]
-        return function(*plain, **(kwargs or {}))
+        return function(*plain, **options)
 
 
 class Adapted(nn.Module):

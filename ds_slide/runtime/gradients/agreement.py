@@ -145,13 +145,14 @@ class Agreement:
         ]
         return self.is_open and any(said[0]) and len(set(said)) == 1
 
-    def _enter_order(self) -> None:
-        """Enter the order that all ranks expect, once in a backward. On rank 0."""
+    def _enter_order(self) -> bool:
+        """Enter the order that all ranks expect, once in a backward. -> whether it is entered now. On rank 0."""
         if any(self._averaged) or not self._all_expect_the_same():
-            return
+            return False
         entry = Entry(Kind.ORDER, self.engine, backward=self.backward & TAG, final=self._taking.is_final())
         self._conductor.append(entry)
         self.begin_order(entry)
+        return True
 
     @property
     def has_order_left(self) -> bool:
@@ -195,10 +196,8 @@ class Agreement:
                 self._count(rank, order) > self._averaged[order] for rank in others
             ):
                 # The last rank may have said what it expects, and announced this unit, since the order was looked for.
-                if not any(self._averaged):
-                    self._enter_order()
-                    if self._left or any(self._averaged):
-                        return
+                if self._enter_order():
+                    return
                 self._enter(order)
 
     def lead_end(self) -> None:
