@@ -172,6 +172,8 @@ class SlideRuntime:
         if self.resident_weights.are_fetched:
             for resident in (unit, *unit.parts):
                 self.resident_weights.bind_if_fetched(resident)
+        if with_backward:
+            self.parts.spare.activations.captures.note_begin()
         self.parts.spare.activations.times.enter(unit.order)
 
     def leave_forward(self, unit: Unit) -> None:

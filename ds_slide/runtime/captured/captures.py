@@ -4,9 +4,12 @@
     RECORDING  shapes are recorded, each when it has come often enough
     OFF        no block can be recorded, or it is switched off
 
-A shape is recorded if the device waits for the host: most blocks of its last forward found the device without work when
-the host began to launch them. (A device that has work left would not be done earlier with a recording.) Before memory
-is shared out, the times of a step tell the same (`CallTimes.wait_for_host`): then recordings are expected.
+A shape is recorded if the device waits for the host: in most blocks of its last forward the device had begun a block
+before the host had launched all of it. (A device that is behind by a block would not be done earlier with a recording.)
+Whether the device has work left at that moment says less: it is in the last product of the block, 0.15 ms with 4,096
+tokens of 3 B, and two and four ranks that waited for the host in a third of their time recorded nothing
+(benchmarks/results/2026-11-28_nvidia-h200-x4_ranks_2.md). Before memory is shared out, the times of a step tell the
+same (`CallTimes.wait_for_host`): then recordings are expected.
 
 Recordings of blocks that keep their activations need memory beside these, which all shapes share. Where it is not
 spare, or most blocks stream, all blocks are recomputed instead: their recordings need the memory of one block
@@ -31,7 +34,7 @@ from ds_slide.runtime.captured.graphs import Memory
 from ds_slide.runtime.captured.recomputed import RecomputedBlock
 from ds_slide.runtime.captured.recordings import Recordings
 from ds_slide.runtime.captured.shapes import STEADY, SeenShape, Shapes
-from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.device import Device, Marker
 
 BESIDE = 0.3
 """Memory beside the kept activations, as a part of them: copies of inputs and results, and temporary tensors."""
@@ -129,6 +132,8 @@ class Captures:
         self._might_replay = False
         """Whether the newest forward began with recordings, and while no graph waited for its backward."""
         self._has_said = False
+        self._begun: Marker | None = None
+        """The begin of the last block without a recording, behind its wait for weights. None where it is not known."""
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
@@ -323,14 +328,23 @@ class Captures:
         return self._current.recordings
 
     def note_call(self) -> None:
-        """Note a call of a block in the newest forward. Where it has no recordings, it counts whether the device waits
-        for the host."""
-        shape = self._current
-        if self.phase is Phase.OFF or self._is_stale or shape is None or shape.recordings is not None:
-            return
-        if self._wanted == "auto":
-            # A query of the stream, which does not wait, less than 2 us.
-            shape.note_issue(is_working=self._device.is_working())
+        """Note a call of a block in the newest forward, before the host may wait for its weights. Where the shape has
+        no recordings, it counts whether the device waits for the host."""
+        begun, self._begun = self._begun, None
+        if begun is not None and (shape := self._looked_at) is not None:
+            shape.note_issue(is_behind=not begun.done())
+
+    def note_begin(self) -> None:
+        """Note that the block begins to compute, behind the device's wait for its weights."""
+        if self._looked_at is not None:
+            self._begun = self._device.mark()
+
+    @property
+    def _looked_at(self) -> SeenShape | None:
+        """The shape of the newest forward, if it is to be found out whether its blocks wait for the host."""
+        is_open = self._wanted == "auto" and self.phase is not Phase.OFF and not self._is_stale
+        shape = self._current if is_open else None
+        return None if shape is None or shape.recordings is not None else shape
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 

@@ -24,14 +24,15 @@ class SeenShape:
 
     `first`, `last`: the numbers of its first forward that counts, and of its last one. `count`: its forwards before the
     last one. `wanted`: how many it takes. `issued`: blocks of the last forward that could have been recorded, and
-    `idle`: how many of these found the device without work. `waited`: whether most did, in the forward before."""
+    `early`: before how many of these the device had begun the block before. `waited`: whether it had before most, in
+    the forward before."""
 
     first: int
     last: int
     count: int = 0
     wanted: int = STEADY
     issued: int = 0
-    idle: int = 0
+    early: int = 0
     waited: bool = False
     recordings: Recordings | None = None
     unused: int = 0
@@ -40,13 +41,14 @@ class SeenShape:
     def come(self, number: int) -> None:
         """Note the forward `number`."""
         self.count, self.last = self.count + 1, number
-        self.waited = 2 * self.idle > self.issued
-        self.issued = self.idle = 0
+        self.waited = 2 * self.early > self.issued
+        self.issued = self.early = 0
 
-    def note_issue(self, *, is_working: bool) -> None:
-        """Note a block that the host begins to launch. `is_working`: whether the device has work left."""
+    def note_issue(self, *, is_behind: bool) -> None:
+        """Note a block that the host begins to launch. `is_behind`: whether the device has not begun the block before,
+        all of which has been launched."""
         self.issued += 1
-        self.idle += not is_working
+        self.early += not is_behind
 
     def drop(self) -> None:
         """Drop recordings that were not used. New ones take twice as many forwards."""

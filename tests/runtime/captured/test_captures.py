@@ -25,7 +25,7 @@ from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
 from ds_slide.runtime.captured.captures import TRIAL, Captures, Phase, Wanted
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY
-from ds_slide.runtime.core.device import Device
+from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
 WIDTH, BLOCKS = 4, 3
@@ -33,6 +33,12 @@ SHAPES = [(1, 6), (1, 3), (2, 3)]
 PAUSE = 64
 """More steps than any pause in these tests has."""
 ROOM = 1e9
+
+
+def launch_block(captures: Captures) -> None:
+    """Do what the engine does when a block's forward begins."""
+    captures.note_call()
+    captures.note_begin()
 
 
 class Block(nn.Module):
@@ -82,7 +88,7 @@ class Run:
             unit: Any = SimpleNamespace(order=order, name=f"block {order}", is_streamed=False)
             function = functools.partial(Block.forward, block)
             call = BlockCall(unit, list(block.modules()), UNASKED, function, (hidden, mask))
-            self.captures.note_call()
+            launch_block(self.captures)
             run = self.captures.block_of(call) if torch.is_grad_enabled() else None
             hidden = function(*call.inputs) if run is None else run(call)
             self.replays += run is not None and self.captures.has_replayed(order)
@@ -355,12 +361,12 @@ def test_calls_of_a_shape_that_differ_are_recorded_ever_later() -> None:
 
 
 class SlowHost(Device):
-    """A device that has work left whenever `works`."""
+    """A device that waits for the host, or that is behind it by a block whenever `works`."""
 
     works = False
 
-    def is_working(self) -> bool:
-        return self.works
+    def mark(self, stream: Any = None, *, timed: bool = False, host_waits: bool = False) -> Marker:
+        return Marker(SimpleNamespace(query=lambda: not self.works))
 
 
 @pytest.mark.parametrize("works", [False, True])
@@ -403,7 +409,7 @@ def test_all_blocks_are_recomputed_where_their_activations_find_no_room(
     run.captures.phase = Phase.RECORDING
     for _ in range(STEADY):
         run.captures.begin(shape)
-        run.captures.note_call()
+        launch_block(run.captures)
         run.captures.end_forward(completed=True)
     run.captures.begin(shape)
     assert run.captures.room_of(room, wanted)[0] == left
@@ -434,7 +440,7 @@ def test_expected_recordings_are_made_and_no_activations_are_kept_until_then() -
     for _ in range(STEADY + 1):
         run.captures.begin(shape)
         assert run.captures.room_of(133.0, wanted) == (0.0, 0) and run.captures.recompute_all
-        run.captures.note_call()
+        launch_block(run.captures)
         run.captures.end_forward(completed=True)
         run.captures.end_step(is_settled=True)
     assert run.captures.recomputes and not run.captures.are_expected
@@ -487,7 +493,7 @@ def test_activations_are_kept_where_no_block_can_be_recorded(wanted: Any) -> Non
     for _ in range(20):
         run.captures.begin(shape)
         kept.append(run.captures.room_of(133.0, Wanted(100, 10, 1, streams=True))[0])
-        run.captures.note_call()
+        launch_block(run.captures)
         run.captures.end_forward(completed=True)
         run.captures.end_step(is_settled=True)
     assert kept.count(0.0) == 2
@@ -613,7 +619,7 @@ def test_recomputed_recordings_stay_where_steps_become_no_longer(
         if captures._memory is not None and captures._current is not None and captures._current.recordings is not None:
             captures._current.recordings.blocks[0] = replayed
             captures._memory.stack.pushed += 1
-        captures.note_call()
+        launch_block(captures)
         captures.end_forward(completed=True)
         return captures.end_step(is_settled=True, seconds=took)
 

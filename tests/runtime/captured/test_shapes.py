@@ -87,8 +87,8 @@ def test_lengths_that_hardly_come_again_are_not_recorded() -> None:
 
 def test_a_shape_waits_for_the_host_if_most_blocks_of_its_last_forward_do() -> None:
     seen = SeenShape(1, 1)
-    for working, waits in (([True, False, False], True), ([True, False], False), ([], False)):
-        for each in working:
-            seen.note_issue(is_working=each)
+    for behind, waits in (([True, False, False], True), ([True, False], False), ([], False)):
+        for each in behind:
+            seen.note_issue(is_behind=each)
         seen.come(2)
         assert seen.waited is waits
