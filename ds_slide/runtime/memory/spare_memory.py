@@ -86,7 +86,7 @@ class SpareMemory:
         """Forwards with gradients since the last step."""
         self._shapes: set[Shape] = set()
         """Shapes of the first two batches that differ."""
-        self._has_said = False
+        self._has_said = self._had_recordings = False
         self._is_tied = context.ranks.world_size > 1
         """Whether states cannot always go back when a batch begins."""
 
@@ -181,6 +181,7 @@ class SpareMemory:
             return False
         moved = states.move(stay.promoted, fewer, stay.summed)
         if moved:
+            self._updating.passes.times.forget()
             also = f", and {slots.count - fewer} slots of the window are given up" if fewer < slots.count else ""
             sums = f", and {stay.sums_gone} units have no sum of gradients there any more" if stay.sums_gone else ""
             log.info(
@@ -218,7 +219,11 @@ class SpareMemory:
             is_settled = looks.step > LOOKS[-1] and not looks.coming & {looks.step + 1, looks.step + 2}
             latest = self._context.recorder.latest
             seconds = 0.0 if latest is None else latest.step_s
-            has_come_out = self.activations.captures.end_step(is_settled=is_settled, seconds=seconds)
+            captures = self.activations.captures
+            has_come_out = captures.end_step(is_settled=is_settled, seconds=seconds)
+            if bool(captures.nbytes) != self._had_recordings:
+                self._had_recordings = bool(captures.nbytes)
+                self._updating.passes.times.forget()
             # Ranks decide together, and recordings of batches of other shapes come in other steps.
             if has_come_out and self._context.ranks.world_size == 1:
                 looks.coming |= {looks.step + 2}  # the step before a decision is measured
@@ -282,6 +287,7 @@ class SpareMemory:
                 there.promoted | with_states.states, with_states.slots, there.summed | with_states.sums
             ):
                 choice = with_states
+            self._updating.passes.times.forget()
         grown = choice.slots - offer.slots.count
         beside = f", and {-grown} slots of the window" if grown < 0 else ""
         more = f" {grown} more slots of the window," if grown > 0 else ""

@@ -365,7 +365,7 @@ class SlowHost(Device):
 
     works = False
 
-    def mark(self, stream: Any = None, *, timed: bool = False, host_waits: bool = False) -> Marker:
+    def mark(self, *_: Any, **__: Any) -> Marker:
         return Marker(SimpleNamespace(query=lambda: not self.works))
 
 
