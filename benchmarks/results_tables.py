@@ -92,9 +92,9 @@ def readme(rows: Rows) -> str:
             find(rows, "slide", "TRL SFT qwen2.5-1.5b 8 x 2048", "clipping 1", "trl"),
         ),
         (
-            "3 B, two GPUs, 8 x 2048 each, the key alone",
-            find(rows, "stock", "qwen2.5-3b 2 x 8 x 2048", "clipping 1", "default"),
-            find(rows, "slide", "qwen2.5-3b 2 x 8 x 2048", "clipping 1", "default"),
+            "3 B, four GPUs, 8 x 2048 each, the key alone",
+            find(rows, "stock", "qwen2.5-3b 4 x 8 x 2048", "clipping 1", FOUR),
+            find(rows, "slide", "qwen2.5-3b 4 x 8 x 2048", "clipping 1", FOUR),
         ),
         (
             "1.5 B, everything on SSD",
@@ -123,6 +123,7 @@ MACHINES = {
 }
 CLIP, IN_24, IN_12 = "clipping 1", "clipping 1, GPU 30.3%", "clipping 1, GPU 15.2%"
 BESIDE_OTHERS = "28_nvidia-h200_recorded-blocks"
+FOUR = "h200-x4_ranks_2"
 CURRENT = (
     # name, case, setting of DS-Slide, end of its page's name, setting and page of stock where it was run
     ("3 B, 8 x 2048", "qwen2.5-3b 8 x 2048", CLIP, "default", (CLIP, "default")),
@@ -178,19 +179,25 @@ CURRENT = (
     (
         "10 blocks of 30 B-A3B, 4 of 1 x 2048, 24 GiB",
         "qwen3-30b-a3b-10-blocks 1 x 2048 x 4",
-        "clipping 1, 24 GiB",
-        BESIDE_OTHERS,
+        "clipping 1, 24 GiB, beside the host",
+        "28_nvidia-h200_recorded-blocks_2",
         None,
     ),
-    ("3 B, 8 micro-batches of 1 x 2048", "qwen2.5-3b 1 x 2048 x 8", CLIP, "recorded-blocks_2", None),
     (
         "3 B, 8 micro-batches of 1 x 2048, 24 GiB",
         "qwen2.5-3b 1 x 2048 x 8",
-        IN_24,
-        "28_nvidia-h100_recorded-blocks",
+        "clipping 1, 24 GiB, beside the host",
+        "28_nvidia-h200_recorded-blocks_2",
         None,
     ),
-    ("7.6 B, 8 micro-batches of 1 x 2048, 24 GiB", "qwen2.5-7b 1 x 2048 x 8", IN_24, "recorded-blocks_3", None),
+    (
+        "7.6 B, 8 micro-batches of 1 x 2048, 24 GiB",
+        "qwen2.5-7b 1 x 2048 x 8",
+        "clipping 1, 24 GiB, beside the host",
+        "28_nvidia-h200_recorded-blocks_2",
+        None,
+    ),
+    ("3 B, 8 micro-batches of 1 x 2048", "qwen2.5-3b 1 x 2048 x 8", CLIP, "recorded-blocks_2", None),
     ("3 B, 8 micro-batches of 12 lengths", "qwen2.5-3b 1 x (256 to 2048) x 8", CLIP, "recorded-blocks_2", None),
     (
         "3 B LoRA, 8 micro-batches of 1 x 2048",
@@ -201,10 +208,15 @@ CURRENT = (
     ),
     ("0.5 B, 4 micro-batches of 8 x 512", "qwen2.5-0.5b 8 x 512 x 4", CLIP, "27_nvidia-h100_recorded-blocks", None),
     ("3 B, 8 x 2048 on each GPU", "qwen2.5-3b 4 x 8 x 2048", CLIP, "h100-x4_ranks", None),
-    ("3 B, 4 micro-batches of 2 x 2048 on each GPU", "qwen2.5-3b 4 x 2 x 2048 x 4", CLIP, "h100-x4_ranks", None),
-    ("3 B, 4 micro-batches, lengths vary", "qwen2.5-3b 4 x 1 x (64 to 2048) x 4", CLIP, "h100-x4_ranks", None),
     ("3 B, 8 x 2048 on each GPU, no clipping", "qwen2.5-3b 4 x 8 x 2048", "clipping 0", "h200-x4_ranks", None),
-    ("3 B, 4 micro-batches of 1 x 2048 on each GPU", "qwen2.5-3b 4 x 1 x 2048 x 4", CLIP, "h200-x4_ranks", None),
+    ("3 B, 8 x 2048 on each GPU", "qwen2.5-3b 4 x 8 x 2048", CLIP, FOUR, (CLIP, FOUR)),
+    ("3 B, 4 micro-batches of 2 x 2048 on each GPU", "qwen2.5-3b 4 x 2 x 2048 x 4", CLIP, FOUR, None),
+    ("3 B, 4 micro-batches of 1 x 2048 on each GPU", "qwen2.5-3b 4 x 1 x 2048 x 4", CLIP, FOUR, None),
+    ("3 B, 4 micro-batches, lengths vary", "qwen2.5-3b 4 x 1 x (64 to 2048) x 4", CLIP, FOUR, None),
+    ("7.6 B, 8 x 2048 on each GPU", "qwen2.5-7b 4 x 8 x 2048", CLIP, FOUR, None),
+    ("14 B, 8 x 2048 on each GPU", "qwen2.5-14b 4 x 8 x 2048", CLIP, FOUR, None),
+    ("32 B LoRA, 4 x 2048 on each GPU", "qwen2.5-32b LoRA 4 x 4 x 2048", CLIP, FOUR, None),
+    ("VL 3 B, images on two of four GPUs", "qwen2.5-vl-3b 4 x 4 x 2048", CLIP, FOUR, None),
 )
 """The newest runs: of each setting the one beside stock, or the latest."""
 
