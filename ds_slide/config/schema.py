@@ -348,7 +348,7 @@ class SlideConfig(_Block):
     """Passes of a deferred update over states in host memory.
 
     1: one pass, under the next forward. 2: the weights under the forward and the states under its backward. "auto":
-    2 while the updates take longer than the forward.
+    2 while the updates take longer than the forward, unless steps are longer with it.
     """
 
     speculate: Literal["auto"] | StrictBool = Field(default="auto", description='"auto", true or false')
