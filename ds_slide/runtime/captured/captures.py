@@ -33,7 +33,7 @@ from ds_slide.runtime.captured.checks import has_experts, have_hooks
 from ds_slide.runtime.captured.graphs import Memory
 from ds_slide.runtime.captured.recomputed import RecomputedBlock
 from ds_slide.runtime.captured.recordings import Recordings
-from ds_slide.runtime.captured.shapes import STEADY, SeenShape, Shapes
+from ds_slide.runtime.captured.shapes import STEADY, WINDOW, SeenShape, Shapes
 from ds_slide.runtime.core.device import Device, Marker
 
 BESIDE = 0.3
@@ -105,8 +105,10 @@ class Captures:
         """Of recordings; None before the first one."""
         self._memory: Memory | None = None
         self.shapes = Shapes()
-        self._current: SeenShape | None = None
+        self._shape: Shape | None = None
         """The shape of the newest forward."""
+        self._current: SeenShape | None = None
+        """The same with what is known of it."""
         self.recomputes = False
         """Whether all blocks that are recorded are recomputed."""
         self.are_expected = False
@@ -131,7 +133,7 @@ class Captures:
         """The forwards of blocks that recordings had begun when the newest forward began."""
         self._might_replay = False
         """Whether the newest forward began with recordings, and while no graph waited for its backward."""
-        self._has_said = False
+        self._has_said = self._has_advised = False
         self._begun: Marker | None = None
         """The begin of the last block without a recording, behind its wait for weights. None where it is not known."""
 
@@ -154,6 +156,10 @@ class Captures:
             return
         if self._is_stale and self._is_idle:
             self._free()
+        if self._shape is not None:
+            self.shapes.note(self._shape)
+            self._say_that_lengths_differ()
+        self._shape = shape
         self._current = None if shape is None else self.shapes.see(shape)
         recordings = None if self._current is None else self._current.recordings
         self._might_replay = recordings is not None and self._is_idle
@@ -399,6 +405,16 @@ class Captures:
                 f"graphs), in batches of the most frequent shapes; they hold {size(self.nbytes)} of the GPU{rest} "
                 f'("ds_slide": {{"captured_blocks": false}} switches this off)'
             )
+
+    def _say_that_lengths_differ(self) -> None:
+        if self._has_advised or self.phase is not Phase.RECORDING or not (count := self.shapes.strangers):
+            return
+        self._has_advised = True
+        log.info(
+            f"the last {WINDOW} batches had {count} shapes, so no block replays a recording, and the GPU waits for the "
+            "host; lengths that are padded to a multiple of 128 come again (pad_to_multiple_of=128 in transformers' "
+            "data collators)"
+        )
 
     def _give_up(self, why: str) -> None:
         log.info(f"blocks are not replayed from recordings (CUDA graphs): {why}")

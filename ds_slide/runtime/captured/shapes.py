@@ -6,7 +6,7 @@ since the recorded one came last. So recordings follow the batches, and a run wh
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from ds_slide.plan.spare import Shape
@@ -16,6 +16,8 @@ RECORDED = 16
 """The most shapes that are recorded. Batches that are padded to multiples of 128 tokens have 16 shapes up to 2,048."""
 STEADY = 3
 """Forwards of a shape before one that is recorded."""
+WINDOW = 64
+"""Forwards by which it is judged whether shapes come again."""
 
 
 @dataclass
@@ -41,8 +43,13 @@ class SeenShape:
     def come(self, number: int) -> None:
         """Note the forward `number`."""
         self.count, self.last = self.count + 1, number
-        self.waited = 2 * self.early > self.issued
+        self.waited = self.waits
         self.issued = self.early = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether most blocks of the last forward have waited for the host, as far as they have begun."""
+        return 2 * self.early > self.issued
 
     def note_issue(self, *, is_behind: bool) -> None:
         """Note a block that the host begins to launch. `is_behind`: whether the device has not begun the block before,
@@ -62,6 +69,8 @@ class Shapes:
     def __init__(self) -> None:
         self._seen: OrderedDict[Shape, SeenShape] = OrderedDict()
         self._forwards = 0
+        self._waited: deque[tuple[Shape, bool]] = deque(maxlen=WINDOW)
+        """The shapes of the latest forwards, and whether these waited for the host without a recording."""
 
     def see(self, shape: Shape) -> SeenShape:
         """Note a forward of `shape`."""
@@ -74,6 +83,19 @@ class Shapes:
             self._seen.move_to_end(shape)
             found.come(self._forwards)
         return found
+
+    def note(self, shape: Shape) -> None:
+        """Note that the forward of `shape` has ended."""
+        seen = self._seen[shape]
+        self._waited.append((shape, seen.recordings is None and seen.waits))
+
+    @property
+    def strangers(self) -> int:
+        """The number of shapes among the latest forwards, if there are too many to be recorded and most of these
+        forwards waited for the host, else 0."""
+        shapes = {shape for shape, _ in self._waited}
+        waits = 2 * sum(each for _, each in self._waited) > WINDOW
+        return len(shapes) if waits and len(shapes) > 2 * RECORDED else 0
 
     @property
     def recorded(self) -> list[SeenShape]:

@@ -24,7 +24,7 @@ from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
 from ds_slide.runtime.captured.captures import TRIAL, Captures, Phase, Wanted
 from ds_slide.runtime.captured.graphs import Graph
-from ds_slide.runtime.captured.shapes import STEADY
+from ds_slide.runtime.captured.shapes import STEADY, WINDOW
 from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
@@ -415,6 +415,22 @@ def test_all_blocks_are_recomputed_where_their_activations_find_no_room(
     assert run.captures.room_of(room, wanted)[0] == left
     assert (run.captures._memory is not None) == (recomputes is not None)
     assert run.captures.recomputes == bool(recomputes)
+
+
+@pytest.mark.parametrize(("works", "advises"), [(False, 1), (True, 0)])
+def test_a_script_whose_lengths_never_repeat_is_told_once_to_pad(
+    works: bool, advises: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(wanted="auto")
+    run.captures._device, run.captures.phase = SlowHost(torch.device("cpu")), Phase.RECORDING
+    run.captures._device.works = works
+    with caplog.at_level(logging.INFO, "ds_slide"):
+        for length in range(1, 3 * WINDOW):
+            run.captures.begin(Shape(length, length))
+            for _ in range(3):
+                launch_block(run.captures)
+            run.captures.end_forward(completed=True)
+    assert sum("pad_to_multiple_of=128" in record.message for record in caplog.records) == advises
 
 
 def test_memory_is_left_for_recordings_of_blocks_that_wait_for_the_host() -> None:

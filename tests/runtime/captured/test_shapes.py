@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_slide.plan.spare import Shape
-from ds_slide.runtime.captured.shapes import RECORDED, STEADY, SeenShape, Shapes
+from ds_slide.runtime.captured.shapes import RECORDED, STEADY, WINDOW, SeenShape, Shapes
 
 
 def come(shapes: Shapes, length: int) -> tuple[SeenShape, Any]:
@@ -92,3 +92,31 @@ def test_a_shape_waits_for_the_host_if_most_blocks_of_its_last_forward_do() -> N
             seen.note_issue(is_behind=each)
         seen.come(2)
         assert seen.waited is waits
+
+
+@pytest.mark.parametrize(("lengths", "behind", "strangers"), [(64, 1, 64), (64, 2, 0), (32, 1, 0), (33, 1, 33)])
+def test_shapes_that_hardly_come_again_are_counted_where_they_wait_for_the_host(
+    lengths: int, behind: int, strangers: int
+) -> None:
+    """`behind`: in how many of three blocks the device is behind the host."""
+    shapes = Shapes()
+    for number in range(2 * WINDOW):
+        shape = Shape(number % lengths, 1)
+        seen = shapes.see(shape)
+        for block in range(3):
+            seen.note_issue(is_behind=block < behind)
+        shapes.note(shape)
+        assert number >= WINDOW // 2 or not shapes.strangers
+    assert shapes.strangers == strangers
+
+
+def test_forwards_that_replay_recordings_do_not_count_as_waiting() -> None:
+    shapes: Any = Shapes()
+    for number in range(WINDOW):
+        shape = Shape(number, 1)
+        seen = shapes.see(shape)
+        seen.recordings = object()
+        seen.note_issue(is_behind=False)
+        shapes.note(shape)
+        seen.recordings = None
+    assert not shapes.strangers
