@@ -303,7 +303,8 @@ class SlideRuntime:
         self._choose_passes(whole=counts or not all(hyper.two_passes for hyper in hypers))
         try:
             self.parts.updating.prepare(self.units, hypers)
-            self._apply(hypers, grad_scale)
+            with self.parts.context.ranks.in_one_place():  # all ranks have added up the norm of this step
+                self._apply(hypers, grad_scale)
             for unit in self.parts.learning.fitted_units():
                 self.access.settle(unit)
             self.parts.learning.adopt()

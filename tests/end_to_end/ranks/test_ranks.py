@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,14 @@ def test_a_step_without_clipping_has_no_meeting(seen: list[dict[str, Any]], name
     entries = seen[0]["entered"][name]
     ends = [index for index, entry in enumerate(entries) if entry == "END"]
     assert "MEETING" not in entries[ends[0] : ends[-1]]
+
+
+@pytest.mark.parametrize("name", ["clipping", "gpu-states"])
+def test_a_step_with_clipping_has_two_meetings(seen: list[dict[str, Any]], name: str) -> None:
+    """One before it and one for its norm, however many units are updated on the GPU and gathered."""
+    entries = seen[0]["entered"][name]
+    ends = [index for index, entry in enumerate(entries) if entry == "END"]
+    assert {entries[end:after].count("MEETING") for end, after in pairwise(ends)} == {2}
 
 
 @pytest.mark.parametrize("name", ["immediate", "immediate-gpu-states", "clipping", "gpu-states", "accumulation"])

@@ -53,6 +53,9 @@ class Meets(Protocol):
         """Wait until all ranks have come to this collective. Raises SlideError on all of them if they have come to
         different ones. `step_of`: the engine whose step includes the collective, if any."""
 
+    def entry(self) -> AbstractContextManager[None]:
+        """Have no meetings inside the context: all ranks have come to what it does."""
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -236,6 +239,13 @@ class Ranks:
         if self.conductor is not None:
             step_of = self.engine if in_step else None
             self.conductor.meet(f"{what} (engine {self.engine})", self._failures or Failures(), step_of=step_of)
+
+    def in_one_place(self) -> AbstractContextManager[None]:
+        """Issue the collectives inside the context without meetings. All ranks have met before it, come to the same
+        collectives, and wait for no other rank until they have issued them. A meeting wakes the threads of all ranks
+        twice; 3 B has 38 gathers in a step, and four H200s took 0.04 to 0.05 s a step more than one
+        (benchmarks/results/2026-11-28_nvidia-h200-x4_ranks_2.md)."""
+        return nullcontext() if self.conductor is None else self.conductor.entry()
 
     @contextmanager
     def _issue(self, what: str, *after: Marker, in_step: bool = False) -> Iterator[None]:

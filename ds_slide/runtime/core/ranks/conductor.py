@@ -16,7 +16,8 @@ Two kinds of collectives meet here.
 
 The host runs ahead of its GPU, and a wait for another rank's host takes some of that lead. So with clipping off a
 backward can be settled: it is the only backward before its step, and every unit has been averaged. Rank 0 then does not
-wait at the end, and the step has no meetings. One of three waits in a step remains, for ranks ahead of rank 0.
+wait at the end, and the step has no meetings. One of three waits in a step remains, for ranks ahead of rank 0. In every
+step, the gathers behind the sum of its norm are one place of the program (`Ranks.in_one_place`): they have no meetings.
 
 There is no circular wait, for these reasons. Take the first entry of the log (a unit, an end, a meeting) that some rank
 never completes, and the ranks that have not come to it.
@@ -38,6 +39,9 @@ never completes, and the ranks that have not come to it.
   the same order: before them, a rank waits for this entry alone, and rank 0 for nothing. A GPU that spins in such a
   collective delays only the next step of its own rank. No rank waits for another rank's next step before it has issued
   these collectives itself.
+* The gathers of a step: all ranks have come to the sum before them, in a meeting or behind a settled end. All of them
+  apply the step or none does, since the sum is the same. Until a rank has issued all gathers, it waits only for its
+  lanes, as above.
 * The wait of a rank that is ahead in its backward (`Conductor.keep_pace`): a rank waits only for a rank that is behind.
   Each rank counts its announcements, and its count is highest while it is at an end or a meeting. So these waits follow
   an order, and the last rank never waits.
