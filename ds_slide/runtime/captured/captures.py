@@ -4,11 +4,8 @@
     RECORDING  shapes are recorded, each when it has come often enough
     OFF        no block can be recorded, or it is switched off
 
-A shape is recorded if the device waits for the host: in most blocks of its last forward the device had begun a block
-before the host had launched all of it. (A device that is behind by a block would not be done earlier with a recording.)
-Whether the device has work left at that moment says less: it is in the last product of the block, 0.15 ms with 4,096
-tokens of 3 B, and two and four ranks that waited for the host in a third of their time recorded nothing
-(benchmarks/results/2026-11-28_nvidia-h200-x4_ranks_2.md). Before memory is shared out, the times of a step tell the
+A shape is recorded if the device waited for the host in most blocks of its last forward (`Waits`). A device that is
+behind by a block would not be done earlier with a recording. Before memory is shared out, the times of a step tell the
 same (`CallTimes.wait_for_host`): then recordings are expected.
 
 Recordings of blocks that keep their activations need memory beside these, which all shapes share. Where it is not
@@ -19,9 +16,8 @@ doubles each time.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -33,13 +29,13 @@ from ds_slide.runtime.captured.checks import has_experts, have_hooks
 from ds_slide.runtime.captured.graphs import Memory
 from ds_slide.runtime.captured.recomputed import RecomputedBlock
 from ds_slide.runtime.captured.recordings import Recordings
-from ds_slide.runtime.captured.shapes import STEADY, WINDOW, SeenShape, Shapes
-from ds_slide.runtime.core.device import Device, Marker
+from ds_slide.runtime.captured.shapes import STEADY, SeenShape, Shapes
+from ds_slide.runtime.captured.trial import Trial
+from ds_slide.runtime.captured.waits import Waits
+from ds_slide.runtime.core.device import Device
 
 BESIDE = 0.3
 """Memory beside the kept activations, as a part of them: copies of inputs and results, and temporary tensors."""
-TRIAL = 4
-"""Steps of a trial. The first one or two compare recordings with operators."""
 MOST_PAUSE = 1000
 """The longest pause before recordings, in steps."""
 
@@ -73,15 +69,6 @@ class Wanted:
         return (1 + BESIDE) * self.of_block + 3 * self.gradient_bytes
 
 
-@dataclass
-class _Trial:
-    """Steps whose blocks are all recomputed. `before`: seconds of a step before; None where none had kept activations,
-    so that recordings only help. `seconds`: of the steps so far."""
-
-    before: float | None
-    seconds: list[float] = field(default_factory=list)
-
-
 class Captures:
     """The thread that computes calls all methods."""
 
@@ -105,10 +92,9 @@ class Captures:
         """Of recordings; None before the first one."""
         self._memory: Memory | None = None
         self.shapes = Shapes()
-        self._shape: Shape | None = None
-        """The shape of the newest forward."""
+        self.waits = Waits(device, self.shapes)
         self._current: SeenShape | None = None
-        """The same with what is known of it."""
+        """The shape of the newest forward."""
         self.recomputes = False
         """Whether all blocks that are recorded are recomputed."""
         self.are_expected = False
@@ -116,13 +102,7 @@ class Captures:
         free. No block keeps activations until then."""
         self._missed = 0
         """Steps that might have brought the expected recordings, and have not."""
-        self._may_recompute = True
-        """Whether recordings of recomputed blocks have not made steps longer."""
-        self._trial: _Trial | None = None
-        self._has_tried = False
-        """Whether a trial has ended. Recordings that come back need none: the decision behind it would free them."""
-        self._latest: deque[float] = deque(maxlen=STEADY)
-        """Seconds of the last steps without recordings."""
+        self._trial = Trial()
         self._is_stale = False
         """Whether the recordings are freed as soon as no graph needs them."""
         self._steps = 0
@@ -133,9 +113,7 @@ class Captures:
         """The forwards of blocks that recordings had begun when the newest forward began."""
         self._might_replay = False
         """Whether the newest forward began with recordings, and while no graph waited for its backward."""
-        self._has_said = self._has_advised = False
-        self._begun: Marker | None = None
-        """The begin of the last block without a recording, behind its wait for weights. None where it is not known."""
+        self._has_said = False
 
     # ---- a forward ---------------------------------------------------------------------------------------------------
 
@@ -156,10 +134,7 @@ class Captures:
             return
         if self._is_stale and self._is_idle:
             self._free()
-        if self._shape is not None:
-            self.shapes.note(self._shape)
-            self._say_that_lengths_differ()
-        self._shape = shape
+        self.waits.note_forward(shape, records=self.phase is Phase.RECORDING)
         self._current = None if shape is None else self.shapes.see(shape)
         recordings = None if self._current is None else self._current.recordings
         self._might_replay = recordings is not None and self._is_idle
@@ -217,12 +192,14 @@ class Captures:
             kept, recomputed = room + held >= wanted.kept, room + held >= wanted.recomputed
             recomputes = self.recomputes
             if self._memory is None:
-                recomputes = self._may_recompute and (wanted.streams or not (kept or self._is_asked))
+                recomputes = not self._trial.has_failed and (wanted.streams or not (kept or self._is_asked))
             if self._is_asked or (recomputed if recomputes else kept):
                 if self._memory is None:
                     self._memory = self._own_memory()
-                    before = min(self._latest, default=None) if wanted.keeps and not self._is_asked else None
-                    self._trial = _Trial(before) if recomputes and not self._has_tried else None
+                    if recomputes:
+                        self._trial.begin(compares=wanted.keeps and not self._is_asked)
+                    else:
+                        self._trial.cancel()
                 self._memory.recorded_shapes += 1
                 self.recomputes = recomputes
                 shape.recordings = Recordings(self._memory, self._memory.recorded_shapes)
@@ -238,7 +215,7 @@ class Captures:
     def expect(self, wanted: Wanted, *, waits_for_host: bool) -> float:
         """Decide whether recordings of recomputed blocks are to come. -> bytes to be left for them. `waits_for_host`:
         whether the device waits for the host in blocks that can be recorded."""
-        may_come = self.phase is not Phase.OFF and self._may_recompute and not self.nbytes and wanted.nbytes > 0
+        may_come = self.phase is not Phase.OFF and not self._trial.has_failed and not self.nbytes and wanted.nbytes > 0
         may_come &= (self._is_asked or waits_for_host) and self._missed < STEADY
         is_soon = self._steps + STEADY >= self._pause
         self.are_expected = may_come and wanted.streams and is_soon
@@ -336,17 +313,14 @@ class Captures:
     def note_call(self) -> None:
         """Note a call of a block in the newest forward, before the host may wait for its weights. Where the shape has
         no recordings, it counts whether the device waits for the host."""
-        begun, self._begun = self._begun, None
-        if begun is not None and (shape := self._looked_at) is not None:
-            shape.note_issue(is_behind=not begun.done())
+        self.waits.note_call(self._watched)
 
     def note_begin(self) -> None:
         """Note that the block begins to compute, behind the device's wait for its weights."""
-        if self._looked_at is not None:
-            self._begun = self._device.mark()
+        self.waits.note_begin(self._watched)
 
     @property
-    def _looked_at(self) -> SeenShape | None:
+    def _watched(self) -> SeenShape | None:
         """The shape of the newest forward, if it is to be found out whether its blocks wait for the host."""
         is_open = self._wanted == "auto" and self.phase is not Phase.OFF and not self._is_stale
         shape = self._current if is_open else None
@@ -362,7 +336,7 @@ class Captures:
             return False
         recomputed, might_come = self.recompute_all, self.are_expected and self.phase is Phase.RECORDING
         if self._memory is None:
-            self._latest.append(seconds)
+            self._trial.note(seconds)
         self._steps += 1
         self.phase = Phase.RECORDING if is_settled and self._steps >= self._pause else Phase.WAITING
         self._missed += might_come
@@ -370,25 +344,12 @@ class Captures:
             self.are_expected = False  # batches of ever other shapes, or memory that is not there after all
         if not self._has_said and not self._is_stale:
             self._say([each.recordings for each in self.shapes.recorded if each.recordings is not None])
-        elif self._trial is not None and self._memory is not None and not self._is_stale:
-            return self._try(self._trial, seconds)
+        elif self._trial.is_under_way and self._memory is not None and not self._is_stale:
+            has_ended = self._trial.take(seconds)
+            if self._trial.has_failed:
+                self._free()
+            return has_ended and not self._trial.has_failed
         return recomputed and not self.recompute_all
-
-    def _try(self, trial: _Trial, seconds: float) -> bool:
-        """Go on with a trial, behind the step that has recorded. -> whether it has ended well."""
-        trial.seconds.append(seconds)
-        if len(trial.seconds) < TRIAL:
-            return False
-        self._trial, self._has_tried, found = None, True, min(trial.seconds)
-        if trial.before is None or found <= trial.before:
-            return True
-        log.info(
-            f"blocks keep activations again: with all recomputed from recordings a step took {found:.3f} s, and "
-            f"{trial.before:.3f} s before"
-        )
-        self._free()
-        self._may_recompute = False
-        return False
 
     def _say(self, made: Sequence[Recordings]) -> None:
         """Say that blocks are recorded, or give up where none can be. `made`: the recordings so far."""
@@ -405,16 +366,6 @@ class Captures:
                 f"graphs), in batches of the most frequent shapes; they hold {size(self.nbytes)} of the GPU{rest} "
                 f'("ds_slide": {{"captured_blocks": false}} switches this off)'
             )
-
-    def _say_that_lengths_differ(self) -> None:
-        if self._has_advised or self.phase is not Phase.RECORDING or not (count := self.shapes.strangers):
-            return
-        self._has_advised = True
-        log.info(
-            f"the last {WINDOW} batches had {count} shapes, so no block replays a recording, and the GPU waits for the "
-            "host; lengths that are padded to a multiple of 128 come again (pad_to_multiple_of=128 in transformers' "
-            "data collators)"
-        )
 
     def _give_up(self, why: str) -> None:
         log.info(f"blocks are not replayed from recordings (CUDA graphs): {why}")

@@ -22,9 +22,10 @@ from torch import nn
 from ds_slide.plan.spare import Shape
 from ds_slide.runtime.activations.block_state import BlockState
 from ds_slide.runtime.activations.checkpointing import UNASKED, BlockCall
-from ds_slide.runtime.captured.captures import TRIAL, Captures, Phase, Wanted
+from ds_slide.runtime.captured.captures import Captures, Phase, Wanted
 from ds_slide.runtime.captured.graphs import Graph
 from ds_slide.runtime.captured.shapes import STEADY, WINDOW
+from ds_slide.runtime.captured.trial import TRIAL
 from ds_slide.runtime.core.device import Device, Marker
 from ds_slide.runtime.memory.spare_memory import LOOKS
 
@@ -372,8 +373,8 @@ class SlowHost(Device):
 @pytest.mark.parametrize("works", [False, True])
 def test_shapes_are_recorded_where_the_device_waits_for_the_host(works: bool) -> None:
     run = Run(wanted="auto")
-    run.captures.phase, run.captures._device = Phase.RECORDING, SlowHost(torch.device("cpu"))
-    run.captures._device.works = works
+    run.captures.phase, run.captures.waits.device = Phase.RECORDING, SlowHost(torch.device("cpu"))
+    run.captures.waits.device.works = works
     run.record(0)
     assert run.replays == (0 if works else BLOCKS)
 
@@ -422,8 +423,8 @@ def test_a_script_whose_lengths_never_repeat_is_told_once_to_pad(
     works: bool, advises: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(wanted="auto")
-    run.captures._device, run.captures.phase = SlowHost(torch.device("cpu")), Phase.RECORDING
-    run.captures._device.works = works
+    run.captures.waits.device, run.captures.phase = SlowHost(torch.device("cpu")), Phase.RECORDING
+    run.captures.waits.device.works = works
     with caplog.at_level(logging.INFO, "ds_slide"):
         for length in range(1, 3 * WINDOW):
             run.captures.begin(Shape(length, length))
@@ -449,8 +450,8 @@ def test_memory_is_left_for_recordings_of_blocks_that_wait_for_the_host() -> Non
 def test_expected_recordings_are_made_and_no_activations_are_kept_until_then() -> None:
     """Whatever the device does when a block begins: it may wait for weights then, and for the host all the same."""
     run, shape, wanted = Run(wanted="auto"), Shape(8, 4), Wanted(100, 10, 1, streams=True)
-    run.captures._device = SlowHost(torch.device("cpu"))
-    run.captures._device.works = True
+    run.captures.waits.device = SlowHost(torch.device("cpu"))
+    run.captures.waits.device.works = True
     run.captures.phase = Phase.WAITING
     run.captures.expect(wanted, waits_for_host=True)
     for _ in range(STEADY + 1):
@@ -505,7 +506,7 @@ def test_recordings_wait_for_a_forward_that_no_mode_watches(is_tight: list[bool]
 def test_activations_are_kept_where_no_block_can_be_recorded(wanted: Any) -> None:
     """As with layers of experts, whose weights are not all in their places when a block begins."""
     run, shape, kept = Run(wanted=wanted), Shape(8, 4), []
-    run.captures._device, run.captures.phase = SlowHost(torch.device("cpu")), Phase.RECORDING
+    run.captures.waits.device, run.captures.phase = SlowHost(torch.device("cpu")), Phase.RECORDING
     for _ in range(20):
         run.captures.begin(shape)
         kept.append(run.captures.room_of(133.0, Wanted(100, 10, 1, streams=True))[0])
