@@ -266,12 +266,23 @@ def table(rows: dict[str, Row], steps: int) -> str:
     return "\n".join(lines)
 
 
+def table_of_operators(calls: Iterable[Any], steps: int, most: int = 25) -> str:
+    """Return the operators and calls of the driver that take the host most, without what they call themselves.
+    `calls`: of `profile.key_averages`."""
+    lines = ["| ms a step | host | number |", "| --- | --- | --- |"]
+    for each in sorted(calls, key=lambda each: -float(each.self_cpu_time_total))[:most]:
+        name = each.key.replace("|", "/")[:80]
+        lines.append(f"| {name} | {each.self_cpu_time_total / steps / 1e3:.2f} | {each.count // steps} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     settings.add_arguments(parser)
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
+    parser.add_argument("--operators", action="store_true", help="a table of operators and driver calls, too")
     arguments = parser.parse_args()
-    local_rank = arguments.__dict__.pop("local_rank")
+    local_rank, operators = arguments.__dict__.pop("local_rank"), arguments.__dict__.pop("operators")
     setting = settings.from_arguments(arguments)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
@@ -279,10 +290,10 @@ def main() -> None:
     if setting.system == "slide":
         name_causes()
     with step.folder_on_disk(setting) as folder:
-        measure(setting, folder, local_rank, ranks)
+        measure(setting, folder, local_rank, ranks, operators=operators)
 
 
-def measure(setting: settings.Setting, folder: str, local_rank: int, ranks: int) -> None:
+def measure(setting: settings.Setting, folder: str, local_rank: int, ranks: int, *, operators: bool = False) -> None:
     """Warm up, profile, and print the tables. `folder`: from `folder_on_disk`."""
     trainer, run, log = step.warmed_up(setting, folder)
     on_gpu = step.accelerator_device().type == "cuda"
@@ -299,6 +310,8 @@ def measure(setting: settings.Setting, folder: str, local_rank: int, ranks: int)
         events = json.loads(path.read_text())["traceEvents"]
     steady = statistics.median(log.step_s[setting.warmup // 2 : setting.warmup])
     print(f"{setting.command()}\n{steady:.3f} s a step before the profiler\n{table(rows_of(events), STEPS)}")
+    if operators:
+        print(f"\n{table_of_operators(profiler.key_averages(), STEPS)}")
     if ranks > 1:
         print(f"\n{table_of_collectives(collectives_of(events), STEPS)}")
     print(json.dumps(trainer.stats().get("activations", {})))

@@ -53,6 +53,11 @@ tests) limited 250 python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short te
 # shellcheck disable=SC2046
 causes) limited 120 python3 benchmarks/step_causes.py --system slide --model qwen2.5-3b --clip 1.0 "${SMALL[@]}" --warmup 14 $(tiny 0) \
           > "$OUT/recorded_causes.txt" 2>"$OUT/recorded_causes.log"; cat "$OUT/recorded_causes.txt"; tail -1 "$OUT/recorded_causes.log" | cut -c1-300; say causes;;
+# What lengths that hardly ever come twice cost the host beside one length, operator by operator, without recordings.     150 s
+# shellcheck disable=SC2046
+causes-v) for more in "--shortest 64 --distinct-batches 400" ""; do
+    limited 120 python3 benchmarks/step_causes.py --operators --system slide --model qwen2.5-3b --clip 1.0 --batch 1 --seq 2048 --grad-accum 4 --steps 6 --warmup 12 \
+      --slide '{"captured_blocks": false}' $(tiny 1) $more > "$OUT/recorded_causes-v_${#more}.txt" 2>"$OUT/recorded_causes-v.log"; tail -60 "$OUT/recorded_causes-v_${#more}.txt"; done; say causes-v;;
 # 3 B, 1 x 2048 x 8: at most 1.03 of GPU only, and 1.05 of the kernels' sum (k).                                       170 s
 a) three a --model qwen2.5-3b "${SMALL[@]}";;
 k) [ "$TINY" ] || limited 90 python3 benchmarks/kernel_sum.py --system gpu-only --model qwen2.5-3b "${SMALL[@]}" --patch ours --checkpointing none \

@@ -2,6 +2,7 @@
 # Several GPUs of one host, up to four. Run at the top of the repository, with DS-Slide and peft installed:
 #     OUT=DIR bash benchmarks/rows/several_gpus.sh NAME...        names are sections or groups, done in this order
 # BUDGET (seconds of this call, 300): a section gets what is left of it, and none begins with less than 25 s left.
+# ONLY: a pattern in the options of a plan's settings. '^(?!.*clip)': with clipping, 8x2048, varying, 2x2048x4 and 1x2048x4 (200 s on four).
 # $OUT gets settings.jsonl, sequences.jsonl, info.txt, log.txt and tests.txt after each section, with what earlier calls on this
 # machine have left in /tmp/four. TINY=1: the same with tiny models on the CPU.
 #
@@ -13,11 +14,12 @@
 # pairs        012 + 3  340 s      `four` with 20 steps on GPU 0 and on GPUs 1,2, and the longest sequence of GPU 3 (40 GiB of it), side by side, 16 cores a rank
 # pairs_rest   012      180 s      `rest` with 20 steps on GPU 0 and on GPUs 1,2
 # small        01, 0    330 s      3 B, 1 x 2048 x 4, with and without recordings, one length and twelve: on two GPUs, then on one with half of the cores
-# small3       01 + 2   220 s     the two parts of `small` side by side, 16 cores a rank
+# small3       01 + 2    220 s     the two parts of `small` side by side, 16 cores a rank
 # causes       01       100 s     what a step of `small` goes to, with the kernels of collectives: causes.log
+# causes12     01       100 s     the same with twelve lengths
 # stock        0123      90 s      3 B stock 8x2048 c1, 10 steps (compiles cpu_adam if `warm` has not)
 # one, two     0 / 12    150 s     the two parts of `pairs` by themselves, 16 cores a rank
-# images       0123      45 s      Qwen2.5-VL-3B, images on ranks 0 and 1, 20 steps
+# images       0123      90 s      Qwen2.5-VL-3B, images on ranks 0 and 1, 20 steps
 # large7       0123      55 s      7.6 B, 8x2048 c1, zero.Init
 # large14      0123      80 s      14 B, 8x2048 c1, zero.Init
 # lora32       0123     110 s      32 B LoRA r 16, 4x2048 c1, zero.Init
@@ -53,7 +55,7 @@ plan() {
   for try in 1 2 3 4; do
     rest=$((limit - (SECONDS - begin))); [ "$rest" -gt "$(left)" ] && rest=$(left)
     [ "$rest" -lt 20 ] && { echo "-- $name: no time for try $try"; break; }
-    launch "$rest" "$gpus" "$cores" "$port" "$name" benchmarks/several_gpus.py --plan "${TINY:+tiny-}$what" --go-on --limit "$each" --out "$WORK/$name.settings"
+    launch "$rest" "$gpus" "$cores" "$port" "$name" benchmarks/several_gpus.py --plan "${TINY:+tiny-}$what" --only "${ONLY:-}" --go-on --limit "$each" --out "$WORK/$name.settings"
     code=$?
     echo "-- $name: try $try ended with code $code after $((SECONDS - begin)) s"
     [ "$code" = 0 ] && break
@@ -86,10 +88,11 @@ small() { plan 240 110 0,1 "$(part 0 4)" 29607 small recorded; plan 200 110 0 "$
 small3() { plan 240 110 0,1 "$(part 0 2)" 29607 small recorded & local a=$!; plan 240 110 2 "$(part 2 3)" 29608 small-one recorded & wait "$a" $!; }
 causes() {
   local setting=(--model qwen2.5-3b --seq 2048 --warmup 14); [ "$TINY" ] && setting=(--model tiny --seq 64 --warmup 3)
-  launch "$(left)" 0,1 "$(part 0 2)" 29609 causes benchmarks/step_causes.py --system slide --clip 1.0 --batch 1 --grad-accum 4 "${setting[@]}"
+  launch "$(left)" 0,1 "$(part 0 2)" 29609 causes benchmarks/step_causes.py --system slide --clip 1.0 --batch 1 --grad-accum 4 --operators "${setting[@]}" "$@"
   grep -a '^|' "$WORK/causes.log"
 }
-images() { plan 80 70 0,1,2,3 "$(part 0 4)" 29603 images images; }
+causes12() { causes --shortest 256 --distinct-batches 12; }
+images() { plan 110 100 0,1,2,3 "$(part 0 4)" 29603 images images; }
 large7() { plan 100 90 0,1,2,3 "$(part 0 4)" 29604 large7 large-7b; }
 large14() { plan 140 130 0,1,2,3 "$(part 0 4)" 29605 large14 large-14b; }
 lora32() { plan 180 170 0,1,2,3 "$(part 0 4)" 29606 lora32 large-lora; }

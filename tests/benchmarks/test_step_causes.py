@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from step_causes import (
     rows_of,
     table,
     table_of_collectives,
+    table_of_operators,
 )
 
 
@@ -109,6 +111,18 @@ def test_collectives_are_counted_apart() -> None:
         "| ncclDevKernel_ReduceScatter | 0.05 | 0.03 | 1 |",
         "| divide | 0.01 | 0.00 | 2 |",
     ]
+
+
+def test_operators_come_in_the_order_of_their_own_time_on_the_host() -> None:
+    calls = [
+        SimpleNamespace(key=key, self_cpu_time_total=spent, count=count)
+        for key, spent, count in (("aten::mm", 4000.0, 8), ("cudaMalloc", 9000.0, 2), ("a|b", 1.0, 2))
+    ]
+    assert table_of_operators(calls, 2, most=2).splitlines()[2:] == [
+        "| cudaMalloc | 4.50 | 1 |",
+        "| aten::mm | 2.00 | 4 |",
+    ]
+    assert "a/b" in table_of_operators(calls, 2)
 
 
 def test_the_engine_has_what_is_named() -> None:
