@@ -33,8 +33,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two recipes at a time: compilers, linters and pip use a core each. What a command prints comes as a whole at its end.
 TOGETHER = $(MAKE) --no-print-directory --jobs=2 --output-sync=line
 
-.PHONY: demo test test-clients test-clients-quick clients-quick ci lint sanitize native wheels test-wheels test-install \
-	install clean
+.PHONY: demo test test-clients test-clients-quick test-trl-quick test-older-quick clients-quick ci lint sanitize native \
+	wheels test-wheels test-install install clean
 
 demo: install
 	$(ACTIVATE) $(BIN)/deepspeed --log_level warning --num_gpus 1 examples/finetune.py \
@@ -48,7 +48,7 @@ test:
 ci:
 	@$(TOGETHER) install clients-quick lint test-install
 	$(QUICK_TESTS)
-	@$(MAKE) --no-print-directory test-clients-quick
+	@$(TOGETHER) test-clients-quick
 
 QUICK_TESTS = $(ACTIVATE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not clients" \
 	$(WORKERS) $(PYTEST_FLAGS)
@@ -67,8 +67,12 @@ test-clients: install $(foreach client,trl sentence-transformers llamafactory ax
 
 # What of it continuous integration has time for: a loss in chunks, generation, parameters of two data types, and inputs of
 # blocks that are moved under an older transformers.
-test-clients-quick: install clients-quick
+test-clients-quick: test-trl-quick test-older-quick
+
+test-trl-quick: install $(CLIENTS)/trl/.installed
 	$(CLIENT_TEST) $(CLIENTS)/trl/bin/python $(CLIENT_FLAGS) $(QUICK:%='tests/clients/%')
+
+test-older-quick: install $(CLIENTS)/older-transformers/.installed
 	$(OLDER_TEST) tests/end_to_end/activations/test_moved_inputs.py -k "changes_no_bit and clipping or one_block_ahead"
 
 clients-quick: $(foreach client,trl older-transformers,$(CLIENTS)/$(client)/.installed)

@@ -20,6 +20,10 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "support")]
 
+import quick_bf16  # noqa: E402
+
+quick_bf16.use()
+
 # torch lists the functions that `with torch.device(...)` acts on when it is first entered, and keeps the list. Entered
 # first inside of zero.Init, which replaces some of them, it never acts on torch.empty again.
 with torch.device("cpu"):

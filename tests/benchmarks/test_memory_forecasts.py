@@ -18,7 +18,7 @@ BYTES = HERE / "memory_forecasts.json"
 """Of the first steps, by tier and by what they are for, as on 26 November."""
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_first_steps_take_the_same_bytes_as_before(every: int) -> None:
     planner, found = Planner(), {}
     records = list(plan_check.with_ceilings(plan_check.lines_of(str(RECORDS)), read_ceilings("h200-16-cores")))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import step_causes
+import warm
 from step_causes import (
     AHEAD,
     FROM_HERE,
@@ -125,7 +124,11 @@ def test_operators_come_in_the_order_of_their_own_time_on_the_host() -> None:
     assert "a/b" in table_of_operators(calls, 2)
 
 
-def test_the_engine_has_what_is_named() -> None:
+def test_the_engine_has_what_is_named(tmp_path: Path) -> None:
     """The script wraps methods of the engine's classes, so it runs in a process of its own."""
-    folder = Path(step_causes.__file__).parent
-    subprocess.run([sys.executable, "-c", "import step_causes; step_causes.name_causes()"], cwd=folder, check=True)
+    folder, script = Path(step_causes.__file__).parent, tmp_path / "named.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(folder)!r})\nimport step_causes\nstep_causes.name_causes()\n"
+    )
+    run = warm.start(script, folder=tmp_path)
+    assert run.end() == 0, run.log

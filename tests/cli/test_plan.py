@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import ds_slide as package
+from ds_slide.cli.planning import command
 from ds_slide.cli.planning.output import as_text
 from ds_slide.config import format_bytes, parse_bytes
 from ds_slide.plan.ceilings import read_ceilings
@@ -24,6 +25,19 @@ ROOM = ("--gpu-memory", "3GiB", "--host-memory", "4GiB")
 H200 = ("--ceilings", "h200-16-cores")
 PLANNED = (*TWO_BLOCKS, *H200)
 LINK = ("h2d_gb_s", "d2h_gb_s", "both_ways_gb_s")
+
+
+@pytest.fixture
+def no_larger_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No search for the largest preset, which takes more than half of a command's time."""
+    monkeypatch.setattr(command, "largest_model", lambda *_: None)
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for the largest batch, which is not asked for."""
+    monkeypatch.setattr(command, "largest_model", lambda *_: None)
+    monkeypatch.setattr(command, "largest_batch", lambda *_: 1)
 
 
 def test_the_answer_as_json(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
@@ -69,6 +83,7 @@ def test_what_is_decided_after_the_first_steps(ds_slide: Callable[..., Any], con
     assert answer["schedule_why"] and answer["below_limit"]["step_s"] <= answer["step_s"]
 
 
+@pytest.mark.usefixtures("no_larger_models")
 def test_the_largest_batch_fits_and_a_larger_one_does_not(
     ds_slide: Callable[..., Any], config: Callable[..., Path]
 ) -> None:
@@ -81,6 +96,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(
     assert plan(largest + largest // 8).code == 1
 
 
+@pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize(
     ("tier", "batch", "memory", "change"),
     [
@@ -128,6 +144,7 @@ def test_a_plan_that_cannot_fit(
         assert ds_slide("plan", *options, *[word for pair in more.items() for word in pair], *H200).code == 0
 
 
+@pytest.mark.usefixtures("no_larger_models")
 def test_fit_answers_first(ds_slide: Callable[..., Any], config: Callable[..., Path]) -> None:
     ran = ds_slide("plan", config(), *TWO_BLOCKS, *ROOM, *H200, "--fit", "--ranks", 2)
     assert ran.code == 0 and ran.out.startswith("It fits. Use a micro-batch of ")
@@ -171,6 +188,7 @@ def test_values_of_trainer_and_several_ranks(ds_slide: Callable[..., Any], confi
     assert without.code == 1 and "--batch" in without.error
 
 
+@pytest.mark.usefixtures("no_search")
 def test_the_batch_of_a_json_that_names_the_whole_one(
     ds_slide: Callable[..., Any], config: Callable[..., Path]
 ) -> None:
@@ -286,6 +304,7 @@ def test_masters_of_compressed_matrices_are_exact_where_that_fits(
     assert f"masters   of {rounded:,} parameters in bf16" in "\n".join(as_text(plan("bf16", between), "of any name"))
 
 
+@pytest.mark.usefixtures("no_search")
 def test_ranks_that_an_engine_would_refuse_are_not_planned(
     ds_slide: Callable[..., Any], config: Callable[..., Path]
 ) -> None:
@@ -320,6 +339,7 @@ def test_the_subspace_is_the_largest_that_hides(
     assert less["d2h"] < lanes["d2h"] and less["h2d"] < lanes["h2d"] and less["update"] < lanes["update"]
 
 
+@pytest.mark.usefixtures("no_search")
 def test_an_adapter_needs_states_for_what_it_trains(
     ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -337,6 +357,7 @@ def test_an_adapter_needs_states_for_what_it_trains(
     assert 2 * host_bytes("--adapter", tmp_path) < host_bytes()
 
 
+@pytest.mark.usefixtures("no_search")
 def test_a_packed_base_needs_less_memory_and_more_time(
     ds_slide: Callable[..., Any], config: Callable[..., Path]
 ) -> None:

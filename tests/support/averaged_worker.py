@@ -1,7 +1,7 @@
 """Ranks (gloo, CPU) of `test_averaged_in_place`: each run once as the engine does it, and once with all gradients
 packed. They leave what they saw in FOLDER/rank<N>.pt.
 
-python averaged_worker.py FOLDER RANKS
+python averaged_worker.py FOLDER RANKS NAME...
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def main(rank: int, folder: Path, world: int) -> None:
     structure.LARGE_OUTER_NUMEL = 4 * WIDTH * WIDTH  # `inp` and `extra` are units by themselves
     collectives.PIECE_BYTES = 1 << 12  # several pieces, of which the last is shorter
     with two_ranks.as_rank(rank, folder, world) as results:
-        for name in RUNS:
+        for name in sys.argv[3:]:
             results[name] = [run(name, rank, packs=packs) for packs in (False, True)]
 
 

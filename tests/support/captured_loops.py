@@ -12,7 +12,7 @@ import pytest
 import torch
 from activation_runs import layers_of
 from captured_runs import RECORDING, STEPS, Train, captures_of
-from harness import Batch, Result, batches, train
+from harness import LAYERS, Batch, Result, batches, train
 
 from ds_slide.runtime.captured.captures import Phase
 from ds_slide.runtime.captured.shapes import STEADY
@@ -153,7 +153,7 @@ def interrupted(engine: Any) -> Result:
         recorded.append(len(captures_of(engine).recorded))
     if captures_of(engine).phase is not Phase.OFF:
         freed = recorded[RECORDING + 1 :]  # at the latest: the second exception takes the place of the first one
-        assert recorded[-1] == 6
+        assert recorded[-1] == LAYERS
         assert captures_of(engine).recomputes or not any(freed[:-1])
     return result
 

@@ -1,10 +1,11 @@
 """One of two ranks (gloo, CPU) of test_captured_ranks.py: leaves what it saw in FOLDER/rank<N>.pt.
 
-python captured_ranks_worker.py FOLDER
+python captured_ranks_worker.py FOLDER NAME...
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def main(rank: int, folder: Path) -> None:
 
     Graph.replay = counted  # type: ignore[method-assign]
     with two_ranks.as_rank(rank, folder) as seen:
-        for name, schedule in SCHEDULES.items():
+        for name in sys.argv[2:]:
+            schedule = SCHEDULES[name]
             count, streams = schedule.get("accumulation", 1), name == "streamed"
             slide = {"window": 2, "cpu_threads": 1, "gpu_memory": "1GiB", "gpu_states": 0 if streams else "1GiB"}
             for wanted in (False, True):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from activation_runs import config_of, llama
-from harness import Result, engine_for, on_ssd, states_of
+from activation_runs import config_of
+from harness import Result, engine_for, llama, on_ssd, states_of
 
 from ds_slide.runtime.captured.block import CapturedBlock, Recording
 from ds_slide.runtime.captured.graphs import Graph
@@ -52,16 +52,26 @@ def both(
 ) -> list[Result]:
     """The results of `training` with blocks as they are written, and with recordings. `folder`: on SSD, where weights
     and states are to lie there."""
-    found = []
-    for wanted in (False, True):
-        model = build()
-        torch.manual_seed(3)
-        config = config_of({**slide, "captured_blocks": wanted}, schedule)
-        with engine_for(model, config if folder is None else on_ssd(config, folder)) as engine:
-            result = training(engine) or Result()
-            result.states = states_of(model)
-            found.append(result)
-    return found
+    return [one(training, build, schedule, slide, folder, wanted=wanted) for wanted in (False, True)]
+
+
+def one(
+    training: Train,
+    build: Callable[[], Any] = llama,
+    schedule: str = "clipping",
+    slide: Any = RESIDENT,
+    folder: Path | None = None,
+    *,
+    wanted: bool,
+) -> Result:
+    """Of `both`: whether recordings are `wanted`."""
+    model = build()
+    torch.manual_seed(3)
+    config = config_of({**slide, "captured_blocks": wanted}, schedule)
+    with engine_for(model, config if folder is None else on_ssd(config, folder)) as engine:
+        result: Result = training(engine) or Result()
+        result.states = states_of(model)
+    return result
 
 
 def weights_as_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """One of two ranks (gloo, CPU) that train adapters on MXFP4 bases, for test_mxfp4_ranks.py.
 
-python mxfp4_ranks_worker.py FOLDER CHECKPOINT CASES
+python mxfp4_ranks_worker.py FOLDER CHECKPOINT RUNS
 
-CASES: names of `mxfp4.CASES`, as JSON.
+RUNS: a name of `mxfp4.CASES` and one of `WAYS` each, as JSON.
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ def main(rank: int, folder: Path) -> None:
     checkpoint, data = Path(sys.argv[2]), batches(2 * STEPS)[rank::2]
     (folder / "ssd").mkdir(exist_ok=True)
     with two_ranks.as_rank(rank, folder) as results:
-        for case in json.loads(sys.argv[3]):
-            for way, slide in WAYS.items():
-                config, tag = ds_config(slide), folder / case / way
-                if way == "ssd":
-                    on_ssd(config, folder / "ssd")
-                model = mxfp4.made(checkpoint, case)
-                with engine_for(model, config) as engine:
-                    result = train(engine, data[:1], forward_between)
-                    engine.save_checkpoint(tag)
-                    result.losses += train(engine, data[1:], forward_between).losses
-                    states = states_of(model)
-                model = mxfp4.made(checkpoint, case)
-                for parameter in model.parameters():
-                    parameter.data.zero_()
-                with engine_for(model, config) as engine:
-                    engine.load_checkpoint(tag)
-                    resumed = train(engine, data[1:], forward_between)
-                    resumed.states = states_of(model)
-                results[f"{case} {way}"] = {
-                    "losses": result.losses,
-                    "states": states,
-                    "resumed": {"losses": resumed.losses, "states": resumed.states},
-                }
+        for case, way in json.loads(sys.argv[3]):
+            config, tag = ds_config(WAYS[way]), folder / case / way
+            if way == "ssd":
+                on_ssd(config, folder / "ssd")
+            model = mxfp4.made(checkpoint, case)
+            with engine_for(model, config) as engine:
+                result = train(engine, data[:1], forward_between)
+                engine.save_checkpoint(tag)
+                result.losses += train(engine, data[1:], forward_between).losses
+                states = states_of(model)
+            model = mxfp4.made(checkpoint, case)
+            for parameter in model.parameters():
+                parameter.data.zero_()
+            with engine_for(model, config) as engine:
+                engine.load_checkpoint(tag)
+                resumed = train(engine, data[1:], forward_between)
+                resumed.states = states_of(model)
+            results[f"{case} {way}"] = {
+                "losses": result.losses,
+                "states": states,
+                "resumed": {"losses": resumed.losses, "states": resumed.states},
+            }
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main(rank: int, folder: Path) -> None:
             if way == "ssd":
                 (folder / "ssd").mkdir(exist_ok=True)
                 on_ssd(config, folder / "ssd")
-            model = packed.packed_model(kind)
+            model = packed.packed_model(kind, num_hidden_layers=4)
             if kind in packed.SUBCLASSES:  # as the engine does; to see what is beside the weights before
                 take_apart(model)
             whole, found = beside(model), {}
@@ -69,7 +69,7 @@ def main(rank: int, folder: Path) -> None:
                     losses = train(engine, data[:1], packed.forward_between).losses
                     engine.save_checkpoint(folder / kind / way)
                     losses += train(engine, data[1:], packed.forward_between).losses
-                model = packed.packed_model(kind)
+                model = packed.packed_model(kind, num_hidden_layers=4)
                 scales = [each for name, each in model.named_buffers() if name.endswith(".scales")]
                 for each in (*scales, *(p.data for p in model.parameters() if p.requires_grad)):
                     each.zero_()

@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+import quick_bf16
 from forking import ask_cpu_once, require_one_thread
 
 MODULES = (
@@ -49,6 +50,7 @@ def become(request):
 
 
 def main():
+    quick_bf16.use()
     for name in MODULES:
         importlib.import_module(name)
     importlib.import_module("deepspeed.accelerator").get_accelerator().create_op_builder("ShareMemCommBuilder").load(

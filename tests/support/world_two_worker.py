@@ -1,12 +1,13 @@
 """One of two ranks (gloo, CPU): runs every scenario and leaves what it saw in FOLDER/rank<N>.pt for the tests.
 
-    python world_two_worker.py FOLDER
+    python world_two_worker.py FOLDER NAME...
 
 Every parameter has an odd number of elements, so that the second rank's partitions end in padding.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,7 +206,7 @@ def astray(rank: int, data: list[torch.Tensor]) -> Seen:
 def main(rank: int, folder: Path) -> None:
     with two_ranks.as_rank(rank, folder) as seen:
         data = tokens_of(rank, STEPS)
-        seen.update({name: train_and_resume(name, folder, data) for name in TRAININGS})
+        seen.update({name: train_and_resume(name, folder, data) for name in sys.argv[2:]})
         seen["stock"] = {name: load_on_stock(name, folder, data) for name in ("clipping", "adapters")}
         seen["access"] = access(rank, folder, tokens_of(rank, 5))
         seen["astray"] = astray(rank, data)

@@ -7,6 +7,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import activation_runs
 import pytest
 import torch
 from activation_runs import (
@@ -17,17 +18,14 @@ from activation_runs import (
     checkpointed,
     config_of,
     layers_of,
-    llama,
     partly_frozen,
     run,
     with_hooks_inside,
 )
-from captured_loops import LOOPS, OTHER_LOOPS
-from captured_runs import STEPS, STREAMED, Train, both, captures_of, counted_replays, weights_as_in_graphs
-from harness import Result, batches, differences, engine_for, train
+from captured_runs import STEPS, STREAMED, both, captures_of, counted_replays, weights_as_in_graphs
+from harness import Result, batches, differences, engine_for, llama, train
 
 from ds_slide.errors import SlideError
-from ds_slide.runtime.captured import shapes as shapes_module
 from ds_slide.runtime.captured.captures import Phase
 from ds_slide.runtime.captured.checks import Weights
 from ds_slide.runtime.captured.graphs import Graph
@@ -104,6 +102,7 @@ def test_blocks_that_communicate_are_not_recorded_beside_others(
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("window", [2, 3, "auto"])
 @pytest.mark.parametrize(("name", "schedule"), [("llama", each) for each in SCHEDULES] + [("adapters", "clipping")])
 def test_streamed_blocks_have_the_same_bits(name: str, schedule: str, window: Any, replays: list[Graph]) -> None:
@@ -116,21 +115,6 @@ def test_streamed_blocks_have_the_same_bits(name: str, schedule: str, window: An
     assert differences(result, expected) == []
     assert report["replayed"] == report["recompute"] == len(layers_of(plain(name)))
     assert len(replays) > 3 * report["replayed"]
-
-
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_loops_as_people_write_them(loop: Train, replays: list[Graph]) -> None:
-    expected, result = both(loop, slide=STREAMED)
-    assert differences(result, expected) == []
-    assert replays
-
-
-@pytest.mark.parametrize("loop", OTHER_LOOPS)
-def test_loops_that_change_what_is_recorded(loop: str, replays: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes_module, "RECORDED", 2)
-    expected, result = both(OTHER_LOOPS[loop], slide=STREAMED)
-    assert differences(result, expected) == []
-    assert bool(replays) == ("records" not in loop)
 
 
 @pytest.mark.parametrize("reentrant", [True, False, None], ids=["reentrant", "non-reentrant", "unasked"])
@@ -182,23 +166,24 @@ def longer(engine: Any) -> Result:
 def frozen() -> Any:
     """Nothing that the first block gets needs a gradient, and one block has no trained weights."""
     model = llama()
-    for each in (model.get_input_embeddings(), layers_of(model)[4]):
+    for each in (model.get_input_embeddings(), layers_of(model)[2]):
         each.requires_grad_(False)
     return model
 
 
+@pytest.mark.by_turns(2)
+@pytest.mark.parametrize("schedule", ["immediate", "accumulation"])
 @pytest.mark.parametrize(
     ("build", "slide"),
     [
         (lambda: Twice(llama()), {}),
-        (lambda: Twice(llama()), {"window": 4}),
+        (lambda: Twice(activation_runs.llama()), {"window": 4}),
         (lambda: with_hooks_inside(llama()), {}),
         (frozen, {}),
         (llama, {"debug": {"lane_delay_ms": 5.0, "seed": 1}}),
     ],
     ids=["twice", "twice in four slots", "hooks inside", "frozen", "delays"],
 )
-@pytest.mark.parametrize("schedule", ["immediate", "accumulation"])
 def test_models_and_windows(build: Any, slide: Any, schedule: str, replays: list[Graph]) -> None:
     """A block that is used twice finds its weights in another slot, now and then."""
     expected, result = both(longer, build, schedule, slide={**STREAMED, **slide})
@@ -244,7 +229,7 @@ def test_weights_that_move(where: str, replays: list[Graph]) -> None:
             assert len(replays) == 3 * len(layers)
         return result
 
-    expected, result = both(training, slide={**STREAMED, "window": "auto"})
+    expected, result = both(training, activation_runs.llama, slide={**STREAMED, "window": "auto"})
     assert differences(result, expected) == []
     assert replays
 
@@ -328,6 +313,7 @@ class Pair:
         return iter((self.hidden, self.score))
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("returns", [tuple, Pair])
 @pytest.mark.parametrize("dropped", [0.0, 0.1])
 def test_results_that_cannot_be_recorded(returns: type, dropped: float) -> None:

@@ -34,6 +34,8 @@ from ds_slide.errors import SlideError
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 cases = pytest.mark.parametrize("name", CASES)
+QUICK_AS_UNIVERSAL = ("frozen", "states_on_the_gpu", "two_groups_in_sub_groups")
+"""Of them a universal checkpoint is resumed in each run of the tests (test_universal.py)."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,9 @@ def runs(one_rank, tmp_path_factory) -> Callable[[str], Run]:  # noqa: ARG001
     return cache(lambda name: saved_and_continued(CASES[name], tmp_path_factory.mktemp(name)))
 
 
-@cases
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK_AS_UNIVERSAL else ()) for name in CASES]
+)
 def test_a_resumed_run_continues_to_the_bit(name, runs):
     case, run = CASES[name], runs(name)
     with case.engine(7) as engine:

@@ -208,6 +208,7 @@ def test_an_exception_in_an_expert_leaves_the_adapters_usable(monkeypatch: pytes
     assert differences(found, plain) == []
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("targets", [ON_EXPERTS, ON_EXPERTS[:1]], ids=["both", "one"])
 @pytest.mark.parametrize(("shape", "checkpoints"), [("qwen3", "hooks"), ("gpt-oss", "none"), ("gpt-oss", "reentrant")])
 def test_adapters_on_packed_experts_are_plain_torchs(shape: str, checkpoints: str, targets: list[str]) -> None:

@@ -91,6 +91,7 @@ def test_other_data_types_and_accumulation(data_type: str) -> None:
     assert differences(*results) == []
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 @pytest.mark.parametrize("activations", ["auto", "as_written"])
 def test_a_step_fetches_experts_twice(checkpoints: str, activations: str) -> None:
@@ -118,6 +119,7 @@ def test_a_step_fetches_experts_twice(checkpoints: str, activations: str) -> Non
     assert differences(found, expected) == []
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("shape", ["qwen3", "gpt-oss"])
 def test_blocks_that_are_kept_or_mixed_change_no_bit(shape: str, mixed: bool) -> None:
@@ -216,6 +218,7 @@ def test_short_forwards_with_whole_blocks_change_no_bit(shape: str) -> None:
     assert differences(found, plain) == []
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
 def test_generation_with_whole_blocks_leaves_experts_out(implementation: str, optimizer: bool) -> None:

@@ -37,6 +37,8 @@ IMAGE = VOCABULARY - 1
 """The token in whose place parts of images come."""
 MROPE = {"mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
 
+LIKE_OTHERS = ("qwen2", "qwen3", "mistral")
+"""Their layers have the parts of Llama's and Gemma's."""
 # name: model class, config class, config.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", CAUSAL),
@@ -184,7 +186,9 @@ def check(name: str, blocks: Callable[[int], bool], checkpointing: dict[str, Any
     assert differences(slide, plain) == []
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in FAMILIES]
+)
 def test_family(name: str) -> None:
     check(name, lambda count: (count == 0) == (name in WITHOUT_BLOCKS))
 

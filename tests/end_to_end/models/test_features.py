@@ -139,6 +139,7 @@ def freeze(model: nn.Module, names: Iterable[str]) -> nn.Module:
     return model
 
 
+@pytest.mark.by_turns(2)
 @CLIPPING
 @pytest.mark.parametrize("names", [("embed", "blocks.1."), ("inner",), ("blocks",), ("head", "blocks.3", "norm")])
 def test_frozen_parameters(clip: float, names: Sequence[str]) -> None:
@@ -178,6 +179,7 @@ class Adapted(nn.Module):
         return y
 
 
+@pytest.mark.by_turns(2)
 @CLIPPING
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["none", "reentrant", "non-reentrant"])
 def test_adapters_on_a_frozen_model(clip: float, checkpointing: bool | None) -> None:
@@ -200,6 +202,7 @@ def test_parameters_used_in_some_steps_only(clip: float) -> None:
     side_by_side(toy(), use, clip)
 
 
+@pytest.mark.by_turns(2)
 @CLIPPING
 @pytest.mark.parametrize("states", [0, "1GiB"], ids=["host", "gpu"])
 def test_parameter_groups_with_a_scheduler_of_deepspeed(clip: float, states: int | str) -> None:
@@ -317,6 +320,7 @@ def test_backward_of_the_loss_itself(clip: float) -> None:
     side_by_side(toy(), use, clip)
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipping", "held"])
 @pytest.mark.parametrize("states", [0, "1GiB"], ids=["host", "gpu"])
 def test_backward_without_step_accumulates(clip: float, states: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,6 +373,7 @@ def test_two_forwards_before_one_backward(accumulation: int) -> None:
     side_by_side(toy(), use, 1.0, {"window": 3}, accumulation=accumulation)
 
 
+@pytest.mark.by_turns(2)
 @CLIPPING
 @pytest.mark.parametrize("order", [(0, 2, 3), (3, 1, 0, 2), (1,)], ids=["skipped", "shuffled", "one"])
 def test_blocks_out_of_order(clip: float, order: Sequence[int]) -> None:

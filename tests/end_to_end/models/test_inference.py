@@ -383,8 +383,9 @@ def alone(one_rank: None) -> dict[float, Result]:  # noqa: ARG001 - for its orde
     return results
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("reference_first", [True, False])
+@pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_trains_as_each_does_alone(name: str, reference_first: bool, alone: dict[float, Result]) -> None:
     ours, theirs, clip = PAIRS[name]
 

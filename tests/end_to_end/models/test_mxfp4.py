@@ -30,6 +30,7 @@ def only_trained(result: Result) -> Result:
     return Result(result.losses, result.norms, {name: each for name, each in result.states.items() if "master" in each})
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_have_the_bits_of_plain_torch(case: str, checkpointed: bool, folder: Path) -> None:

@@ -243,7 +243,9 @@ def test_a_buffer_that_a_script_writes_is_used_from_then_on() -> None:
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in ("fp8", "mixed") else kind for kind in KINDS]
+)
 def test_replayed_blocks_have_the_same_bits(kind: str) -> None:
     """With all on the GPU. Blocks without an input that needs a gradient run as they are written."""
     found, replayed = [], []

@@ -77,6 +77,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_turns(4)
 @schedules
 @pytest.mark.parametrize("slide", PLACES.values(), ids=PLACES)
 def test_placement_changes_no_bit(schedule: Schedule, slide: dict[str, Any]) -> None:

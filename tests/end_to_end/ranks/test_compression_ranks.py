@@ -27,7 +27,7 @@ SAME_BITS = {
     "resumed": "went on",
 }
 
-SLOW = ("delays", "ssd", "permutations-immediate", "exact-immediate")
+SLOW = ("delays", "immediate", "ssd", "permutations-immediate", "exact-immediate")
 """Each beside another run: of odd matrices, with rounded masters, and with clipping."""
 
 OfRanks = Callable[[str], list[Result]]

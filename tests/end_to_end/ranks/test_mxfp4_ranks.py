@@ -28,9 +28,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(checkpoint: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    cases = json.dumps(list(dict.fromkeys(row["case"] for row in two_ranks.asked_for(request))))
-    folder = tmp_path_factory.mktemp("ranks")
-    return two_ranks.seen_by(two_ranks.run("mxfp4_ranks_worker.py", folder, str(checkpoint), cases))
+    rows = two_ranks.asked_for(request)
+    runs = [*((row["case"], "shared") for row in rows), *((row["case"], row["way"]) for row in rows if "way" in row)]
+    folder, asked = tmp_path_factory.mktemp("ranks"), json.dumps(list(dict.fromkeys(runs)))
+    return two_ranks.seen_by(two_ranks.run("mxfp4_ranks_worker.py", folder, str(checkpoint), asked))
 
 
 def plain(model: Any) -> list[Result]:
@@ -70,6 +71,7 @@ def test_losses_and_adapters_are_plain_torchs(case: str, checkpoint: Path, seen:
     assert seen[0][f"{case} shared"]["losses"] != seen[1][f"{case} shared"]["losses"]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_ways_of_weights_and_a_resumed_run_change_no_bit(case: str, way: str, seen: list[dict[str, Any]]) -> None:

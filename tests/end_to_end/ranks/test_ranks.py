@@ -49,7 +49,7 @@ ALWAYS = ("clipping", "immediate", "immediate-gpu-states", "gpu-states", "accumu
 # Each beside another run of the same kind: with clipping or without, shared or gathered.
 SLOW = (
     *("speculative-gathered", "gathered", "gathered-immediate", "gathered-gpu-states", "ssd", "ssd-immediate", "spare"),
-    *("moves-immediate", "moves-gathered-kept", "moves-ssd", "tiled"),
+    *("moves-immediate", "moves-gathered-kept", "moves-ssd", "tiled", "gathered-kept", "ssd-states"),
 )
 
 

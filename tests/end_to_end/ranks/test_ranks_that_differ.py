@@ -22,6 +22,12 @@ THREE_RANKS = [
     "expected in vain",
 ]
 
+# Each beside another schedule of the same model.
+SLOW = (
+    *("expected in vain, clip 0.0", "expected in vain, accumulation", "only vision trained, accumulation"),
+    *("experts inside, gathered, clip 0.0", "experts inside, gathered, accumulation"),
+)
+
 Seen = list[dict[str, Any]]
 Runs = Callable[..., Seen]
 
@@ -64,7 +70,7 @@ def test_two_ranks_whose_steps_differ(name: str, runs: Runs) -> None:
     assert_as_one_process(name, runs(2, *TWO_RANKS))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_two_ranks(name: str, runs: Runs) -> None:
     assert_as_one_process(name, runs(2, *TWO_RANKS))
 

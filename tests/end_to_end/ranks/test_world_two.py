@@ -1,4 +1,4 @@
-"""Two ranks over gloo. Both run `WORKER` once; the tests look at what each of them saw."""
+"""Two ranks over gloo. Both run the worker once; the tests look at what each of them saw."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ import math
 
 import pytest
 import torch
+import two_ranks
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import engine_for, exchanged, half_up, same_bits, unequal
 from world_two_worker import STEPS, TRAININGS, config_of, tokens_of
 from world_two_worker import train as train_tokens
 
-WORKER = "world_two_worker.py"
-trainings = pytest.mark.parametrize("name", TRAININGS)
+# Clipping is off and gradients are accumulated in others, too; test_frozen_ranks.py freezes parameters.
+SLOW = ("no_clipping", "frozen", "accumulation_with_gpu_states")
+ALWAYS = ("clipping", "adapters")
+
+
+def runs(*names):
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+
+
+trainings = pytest.mark.parametrize("name", runs(*TRAININGS))
+
+
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory):
+    names = dict.fromkeys([*ALWAYS, *two_ranks.names_asked_for(request, {})])
+    return two_ranks.run("world_two_worker.py", tmp_path_factory.mktemp("ranks"), *names)
 
 
 def test_the_first_rank_says_what_was_decided(folder):
@@ -71,7 +86,7 @@ def test_the_16_bit_model_is_gathered_on_the_first_rank(name, seen):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", ["clipping", "no_clipping", "tied"])
+@pytest.mark.parametrize("name", runs("clipping", "no_clipping", "tied"))
 def test_losses_are_those_of_one_rank_with_both_batches(name, seen):
     build, arguments = TRAININGS[name]
     both = [torch.cat(pair) for pair in zip(tokens_of(0, STEPS), tokens_of(1, STEPS), strict=True)]

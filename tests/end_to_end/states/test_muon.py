@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +111,9 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", BESIDE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "accumulation" else ()) for case in BESIDE]
+)
 def test_twenty_steps_in_fp32_are_those_of_deepspeed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and all states. The products of "standard" would be in bf16, where one rounding less shows."""
     monkeypatch.setattr(get_accelerator(), "is_bf16_supported", lambda: False)
@@ -134,7 +137,7 @@ def test_a_hundred_steps_are_within_a_thousandth_of_deepspeed(bf16: bool) -> Non
     assert apart(found, expected) < 1e-3
 
 
-@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("method", ["gram", pytest.param("standard", marks=pytest.mark.slow)])
 def test_twenty_steps_in_bf16_are_near_those_of_deepspeed(method: str) -> None:
     data, params = text(20), SLOWER | {"ns_method": method}
     assert apart(trained(WINDOW, data, params=params), trained(None, data, params=params)) < 1e-3
@@ -238,6 +241,13 @@ def test_an_update_is_that_of_the_same_iteration_in_fp64() -> None:
 # Placement, formats and checkpoints.
 
 
+@functools.cache
+def of_a_window(bits: str) -> Result:
+    return trained(WINDOW | {"state_dtype": bits}, text(5))
+
+
+@pytest.mark.by_turns(2)
+@pytest.mark.parametrize("bits", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "slide",
     [
@@ -248,11 +258,9 @@ def test_an_update_is_that_of_the_same_iteration_in_fp64() -> None:
     ],
     ids=str,
 )
-def test_placement_changes_no_bit(slide: dict[str, Any]) -> None:
-    data = text(5)
-    for bits in ("fp32", "bf16"):
-        one, other = (trained(each | {"state_dtype": bits}, data) for each in (WINDOW, WINDOW | slide))
-        assert differences(one, other) == []
+def test_placement_changes_no_bit(slide: dict[str, Any], bits: str) -> None:
+    found = trained(WINDOW | slide | {"state_dtype": bits}, text(5))
+    assert differences(of_a_window(bits), found) == []
 
 
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -296,6 +304,7 @@ def test_a_step_under_autocast_has_the_same_bits(slide: dict[str, Any]) -> None:
     assert unequal(*found) == []
 
 
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("bits", ["fp32", "bf16"])
 def test_states_move_to_the_gpu_and_back_with_the_same_bits(bits: str, clip: float) -> None:
@@ -310,7 +319,7 @@ def test_states_move_to_the_gpu_and_back_with_the_same_bits(bits: str, clip: flo
     assert differences(found, trained(slide, data, clip=clip)) == []
 
 
-@settings(max_examples=10, deadline=None, phases=[Phase.generate])
+@settings(max_examples=5, deadline=None, phases=[Phase.generate])
 @given(
     st.fixed_dictionaries(
         {
