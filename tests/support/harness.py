@@ -262,7 +262,7 @@ def to_bf16(model: nn.Module) -> nn.Module:
 
 class PlainAdamW:
     """What the engine has to do, without one: global norm in fp64, fp32 masters of bf16 weights in two state buffers,
-    through the reference update. A parameter without gradient counts as zero.
+    each parameter by itself through the reference update. A parameter without gradient counts as zero.
 
     `gradient_dtype`: in which gradients are reduced. `hypers` of `step`: by parameter name, where they are not `hyper`,
     whose rule may be another than AdamW.
@@ -297,29 +297,13 @@ class PlainAdamW:
         }
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         scale = 1.0 / max(1.0, (norm + 1e-6) / self.clip) if self.clip > 0 else 1.0
-        alike: dict[Any, list[str]] = {}
         for name, p in self.parameters.items():
             hyper = dataclasses.replace((hypers or {}).get(name, self.hyper), step=self.count)
-            alike.setdefault((hyper, p.dtype, gradients[name].dtype), []).append(name)
-        for (hyper, *_), names in alike.items():
-            self._update(names, hyper, [gradients[name].reshape(-1) for name in names], scale)
+            weight, states = p.data.view(-1), self.moments[name]
+            elements = Elements(weight, self.remainder[name], states, gradients[name].reshape(-1))
+            reference_update_(elements, hyper, scale)
+            p.grad = None
         return float(torch.tensor(norm, dtype=torch.float32))
-
-    def _update(self, names: list[str], hyper: Any, gradients: list[torch.Tensor], scale: float) -> None:
-        """One call for all: its many operations take longer to begin than they do for a small parameter."""
-        weights = [self.parameters[name].data.view(-1) for name in names]
-        remainders = [each for name in names if (each := self.remainder[name]) is not None]
-        states = [list(each) for each in zip(*(self.moments[name] for name in names), strict=True)]
-        kept = [weights, *states, *([remainders] if remainders else [])]
-        whole = [torch.cat(each) for each in kept]
-        remainder = whole[-1] if remainders else None
-        elements = Elements(whole[0], remainder, whole[1 : 1 + len(states)], torch.cat(gradients))
-        reference_update_(elements, hyper, scale)
-        for parts, joined in zip(kept, whole, strict=True):
-            for part, value in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
-                part.copy_(value)
-        for name in names:
-            self.parameters[name].grad = None
 
     def states(self) -> dict[str, dict[str, torch.Tensor]]:
         """In the form of `states_of`."""
