@@ -38,6 +38,7 @@ def product(left: torch.Tensor, right: torch.Tensor, tiles: Tiles, **options: An
     return result
 
 
+@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
