@@ -28,6 +28,7 @@ from ds_slide.runtime.activations.activations import Activations
 from ds_slide.runtime.core.device import Device
 from ds_slide.runtime.memory.gpu_room import Budget
 from ds_slide.runtime.memory.spare_memory import LOOKS, SpareMemory
+from ds_slide.runtime.updates.passes import Passes
 
 NOTHING = Kept()
 NUMEL, BLOCKS, WINDOW = 1 << 22, 12, 8
@@ -150,6 +151,8 @@ def run(engine: Engine, forwards: int, limit: int | None, forecaster: Steps) -> 
             return engine.plan.gpu_bytes
 
     class Updating:
+        passes = Passes("auto")
+
         def schedules(self) -> Schedules:
             schedule = forecaster.step(engine.plan).schedule
             return Schedules(schedule, schedule)

@@ -22,6 +22,7 @@ from ds_slide.runtime.core.ranks.collectives import Ranks
 from ds_slide.runtime.memory import spare_memory
 from ds_slide.runtime.memory.gpu_room import Budget
 from ds_slide.runtime.memory.spare_memory import FIRST_PAUSE, LOOKS, SpareMemory
+from ds_slide.runtime.updates.passes import SAMPLES, Passes
 
 TOTAL, RESIDENT, UNIT = 16_000, 2_000, 1_000
 MARGIN = int(TOTAL * GPU_SHARES.margin)
@@ -166,6 +167,9 @@ class Updating:
 
     found = Schedules("deferred", "deferred")
 
+    def __init__(self) -> None:
+        self.passes = Passes("auto")
+
     def schedules(self) -> Schedules:
         return self.found
 
@@ -226,6 +230,19 @@ def test_states_take_what_the_measured_peak_and_the_margin_leave() -> None:
     before = list(run.units.orders)
     run.steps(10)
     assert run.units.orders == before and run.gpu.most <= TOTAL - MARGIN
+
+
+def test_times_of_passes_are_forgotten_when_states_move() -> None:
+    """They are of steps that used memory in another way."""
+    run, wanted = Run(), True
+    run.steps(LOOKS[0] - 1)
+    times = run.updating.passes.times
+    for two in (False, True):
+        for _ in range(SAMPLES):
+            times.note(2.0 if two else 1.0, two=two)
+    assert not times.choose(now=False, wanted=wanted)
+    run.step()
+    assert run.units.orders and times.choose(now=False, wanted=wanted)
 
 
 @pytest.mark.parametrize(("alone", "counted"), [(0.15, 0.15), (0.9, 0.58), (None, 0.58)])
