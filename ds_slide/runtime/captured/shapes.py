@@ -93,9 +93,10 @@ class Shapes:
     def strangers(self) -> int:
         """The number of shapes among the latest forwards, if there are too many to be recorded and most of these
         forwards waited for the host, else 0."""
-        shapes = {shape for shape, _ in self._waited}
-        waits = 2 * sum(each for _, each in self._waited) > WINDOW
-        return len(shapes) if waits and len(shapes) > 2 * RECORDED else 0
+        if 2 * sum(waited for _, waited in self._waited) <= WINDOW:
+            return 0  # the common case, asked before each forward: no shape is hashed for it
+        count = len({shape for shape, _ in self._waited})
+        return count if count > 2 * RECORDED else 0
 
     @property
     def recorded(self) -> list[SeenShape]:

@@ -131,17 +131,17 @@ class Passes:
             updates = UpdateTimes.measured(taken, forward, reach * backward, in_two=self.two)
             updates = updates.beside(due, idle_s, in_two=self.did_two)
             self.exceed_forward = updates.exceed_forward
-            two |= self._wanted == "auto" and self._choose(pay=updates.two_passes_pay, whole=whole)
+            two |= self._wanted == "auto" and self._choose(pay=updates.two_passes_pay)
         self.did_two, self.due, self.may_be_two = self.two, due, self._wanted != 1 and not whole
         self.two = two and self.may_be_two
 
-    def _choose(self, *, pay: bool, whole: bool) -> bool:
+    def _choose(self, *, pay: bool) -> bool:
         """Return whether coming updates have two passes. `pay`: whether they do by the model of a step."""
         now = time.perf_counter()
         if self._began is not None:
             self.times.note(now - self._began, two=self.two)
         self._began = now
-        return self.times.choose(now=self.two, wanted=pay) and not whole
+        return self.times.choose(now=self.two, wanted=pay)
 
     def drop(self, backwards: int) -> None:
         """Note that the gradients of `backwards` backwards are dropped (overflow, `zero_grad`). Their time counts."""
