@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_slide.errors import SlideError
 from ds_slide.optim.rule import Hyper
+from ds_slide.patching.positions import Positions
 from ds_slide.report.statistics import UPDATE
 from ds_slide.runtime.access import StateAccess
 from ds_slide.runtime.activations.activations import shape_of
@@ -75,6 +76,7 @@ class SlideRuntime:
         """The host's handler for the beginning of a backward, which calls `begin_backward`. None: a backward begins by
         itself."""
         self.newcomers: Newcomers | None = None
+        self._positions = Positions(module)
         self._is_compiled = False
         """Whether a block was called by compiled code."""
         # The hooks come last: they call the objects above.
@@ -93,6 +95,7 @@ class SlideRuntime:
     def release_all(self) -> None:
         """Release all slots after an exception: nothing computes with the bound weights any more."""
         self.parts.spare.end_forward()
+        self._positions.end()
         self.access.take_back(self.units)
         self.bindings.release_all(self.units)
         if self.rows is not None:
@@ -109,6 +112,7 @@ class SlideRuntime:
         self.access.take_back(self.units)
         self.bindings.residents.begin_computing()
         self.taking.doubts.begin_forward(args, kwargs)
+        self._positions.begin(args, kwargs)
         if in_backward():
             return  # activations that the backward under way has kept or moved stay as they are
         if self.parts.window is not None:
@@ -134,6 +138,7 @@ class SlideRuntime:
         return [module for name, module in self._module.named_modules() if name in names]
 
     def end_forward(self, *, completed: bool) -> None:
+        self._positions.end()
         if not in_backward():
             self.parts.spare.end_forward(completed=completed)
         for unit in self.blocks:  # only after an exception: a block that was entered and never left

@@ -571,6 +571,27 @@ def test_the_peak_of_others_is_no_need_of_a_batch(after: int) -> None:
     assert run.spare.need.nbytes == 2 * TOKENS * BYTES_PER_TOKEN
 
 
+def test_a_step_that_records_is_no_need_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak has the recordings, and what they are about to replace."""
+    run, recordings = Run(stall=0.0), 0
+    captures = run.spare.activations.captures
+    monkeypatch.setattr(type(captures), "nbytes", property(lambda _: recordings))
+    run.steps(LOOKS[1] + 2)
+    forgotten = list[int]()
+    monkeypatch.setattr(run.updating.passes.times, "forget", lambda: forgotten.append(recordings))
+    run.forward()
+    recordings = UNIT
+    run.gpu.on_gpu += recordings
+    run.gpu.compute(2 * TOKENS)
+    run.spare.end_step()
+    assert forgotten == [UNIT]  # the times of steps without recordings
+    run.steps(3)
+    assert run.spare.need.nbytes == TOKENS * BYTES_PER_TOKEN and forgotten == [UNIT]
+    run.gpu.compute(2 * TOKENS)  # in a later step it is one
+    run.spare.end_step()
+    assert run.spare.need.nbytes == 2 * TOKENS * BYTES_PER_TOKEN
+
+
 def test_skipped_steps_are_no_accumulation() -> None:
     """fp16 begins with losses that are scaled too far."""
     run = Run()
