@@ -106,8 +106,8 @@ class RecomputedBlock(CapturedBlock):
         """Run the forward as one node of autograd. Raises NotRecordable, see `_run_operators`."""
         leaves = list(leaves_of(given))
         with _without_hooks():
-            use = self._use_of(written, given, leaves)
             recording = self._fitting(given, leaves)
+            use = self._use_of(written, given, leaves, recording)
             copies = None if recording is None else self._replayed_forward(recording, leaves)
             if recording is not None and copies is not None:
                 self.has_replayed = True
@@ -137,10 +137,17 @@ class RecomputedBlock(CapturedBlock):
                 return None
             return [None if each is None else each.detach().clone() for each in recording.results]
 
-    def _use_of(self, written: Callable[..., Any], given: Any, leaves: Sequence[Any]) -> _Use:
+    def _use_of(
+        self, written: Callable[..., Any], given: Any, leaves: Sequence[Any], recording: Recording | None
+    ) -> _Use:
+        """Return the use of a call. `recording`: what fits it."""
         assert self._call is not None
         hollow = with_leaves(given, iter([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
-        trained = [each for each in self._module.parameters() if each.requires_grad]
+        trained: Sequence[nn.Parameter]
+        if recording is None:
+            trained = [each for each in self._module.parameters() if each.requires_grad]
+        else:  # the same ones, without a walk through 13 modules
+            trained = recording.weights.trained
         function = functools.partial(self._operators, written, hollow, trained)
         guarded = self._call.parameters if self._call.written is UNASKED else []
         versions = [each._version for each in guarded]
