@@ -5,6 +5,7 @@ Pure functions over what the first steps have shown. Seconds are per step; bytes
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +115,7 @@ def share_out(offer: Offer) -> Choice:
     chosen = [each for each in offer.sums if each.order in best.sums]
     longest, filled = (1 + TOLERANCES.slowdown) * best.seconds, best
     for moved in _moves(offer)[len(best.states) :]:
-        sums = _sums(offer.sums, moved)
+        sums = _sums(offer.sums, moved, offer.room)
         least = _sums(chosen, moved)[-1]
         count = _slots_beside(moved, slots, offer.room - offer.reserve - taken - least.nbytes)
         if count is None or (moved.orders == best.states and count < best.slots):
@@ -139,7 +140,7 @@ def choose(offer: Offer) -> Choice:
     least = best.seconds, 0
     filled = fillings(offer.activations)
     for moved in _moves(offer):
-        sums = _sums(offer.sums, moved)
+        sums = _sums(offer.sums, moved, offer.room)
         for filling in filled:
             count = _slots_beside(moved, offer.slots, offer.room - filling.nbytes)
             if count is None:
@@ -195,11 +196,12 @@ class _Sums:
 _NO_SUMS = _Sums()
 
 
-def _sums(units: Sequence[Summable], moved: _Moved) -> list[_Sums]:
-    """Return the prefixes of the units that have not `moved`, from none to all."""
+def _sums(units: Sequence[Summable], moved: _Moved, room: float = math.inf) -> list[_Sums]:
+    """Return the prefixes of the units that have not `moved`, from none to all. Units whose sum alone takes more than
+    `room` are left out: an outer module may be larger than several blocks."""
     found = [_NO_SUMS]
     for each in units:
-        if each.order not in moved.orders:
+        if each.order not in moved.orders and each.nbytes <= room:
             last = found[-1]
             found.append(
                 _Sums(

@@ -181,6 +181,14 @@ def test_sums_and_slots_divide_what_is_left() -> None:
     assert choice.seconds < 0.9 * min(each.seconds for each in alone)
 
 
+def test_a_sum_that_does_not_fit_keeps_no_other_out() -> None:
+    """That of an outer module comes first, and may be larger than several blocks."""
+    outer = Summable(0, 4 * GB, 0.1, 0.1, 7)
+    offer = Offer(3 * GB, (), (), holding(1.0, 2.0, 3.0, 0.5, 2.0), sums=[outer, *SUMS])
+    assert choose(offer).sums == {each.order for each in SUMS[:19]}
+    assert 0 in choose(replace(offer, room=5 * GB)).sums
+
+
 def test_states_that_fill_memory_take_no_second_place() -> None:
     """A unit on the GPU needs no sum."""
     offer = Offer(200 * GB, STATES, (), holding(1.0, 2.0, 3.0, 0.5, 2.0), sums=SUMS, memory_rate=4.2e12)
@@ -221,7 +229,7 @@ def every_choice(offer: Offer) -> list[Choice]:
     found = [Choice(frozenset(), offer.step.after(Change()), offer.slots.count, fillings(())[0])]
     for moved in sharing._moves(offer):
         for filling in fillings(offer.activations):
-            for sums in sharing._sums(offer.sums, moved):
+            for sums in sharing._sums(offer.sums, moved, offer.room):
                 room, slots = offer.room - filling.nbytes - sums.nbytes, offer.slots
                 least = sharing._slots_beside(moved, slots, offer.room - filling.nbytes)
                 if least is None:
