@@ -147,7 +147,7 @@ class RecomputedBlock(CapturedBlock):
         if recording is None:
             trained = [each for each in self._module.parameters() if each.requires_grad]
         else:  # the same ones, without a walk through 13 modules
-            trained = recording.weights.trained
+            trained = list(recording.weights.trained)
         function = functools.partial(self._operators, written, hollow, trained)
         guarded = self._call.parameters if self._call.written is UNASKED else []
         versions = [each._version for each in guarded]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -147,12 +148,14 @@ def test_recording_takes_less_than_a_hundredth_of_a_block() -> None:
 
         return [lambda: meter.add_span(1.0, 2.0), wait, Future(failures, "it").complete]
 
-    # In turn: the speed of a core that others share changes from one moment to the next.
+    # In turn, and compared within a turn: the speed of a core that others share changes from one moment to the next.
+    # With the least of each over all turns, a block took 675 calls once in a suite, and 290 to 366 alone.
     calls = [lambda: None, *recording(True), *recording(False)]
-    nothing, *seconds = (min(each) for each in zip(*([once(call) for call in calls] for _ in range(20)), strict=True))
-    more = [on - off for on, off in zip(seconds[:3], seconds[3:], strict=True)]
-    a_block = sum(count * each for count, each in zip(A_BLOCK.values(), more, strict=True))
-    print(
-        f"ns more a span, wait, future: {[round(each * 1e9) for each in more]}; a block {a_block / nothing:.0f} calls"
-    )
-    assert 0 < a_block < A_HUNDREDTH * nothing
+    in_calls = []
+    for _ in range(41):
+        nothing, *seconds = (once(call) for call in calls)
+        more = [on - off for on, off in zip(seconds[:3], seconds[3:], strict=True)]
+        in_calls.append(sum(count * each for count, each in zip(A_BLOCK.values(), more, strict=True)) / nothing)
+    a_block = statistics.median(in_calls)
+    print(f"a block {a_block:.0f} calls")
+    assert 0 < a_block < A_HUNDREDTH
