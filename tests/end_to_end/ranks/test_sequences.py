@@ -26,9 +26,10 @@ from universal import universal
 WORKER = "sequences_worker.py"
 LOSS_TOLERANCE, NORM_TOLERANCE = 2.0**-10, 2.0**-8
 """Weights of bf16 differ by single roundings: stock rounds the sums of gradients to bf16."""
-NORM_TOLERANCES = {"adapters": 2.0**-5}
-"""Gradients of adapters in bf16 follow each rounding of such small weights. In the third step plain torch has 1.358,
-stock 1.329 and DS-Slide 1.305; in the first one plain torch and DS-Slide have 0.968, and stock 0.965."""
+NORM_TOLERANCES = {"adapters": 2.0**-4}
+"""Gradients of adapters in bf16 follow each rounding of such small weights. In the last step plain torch has 1.358,
+DS-Slide 1.305, and stock 1.329 or 1.381: the processor's products decide. In the first one plain torch and DS-Slide
+have 0.968, and stock 0.965."""
 SAME_BITS = {
     "moved": "clipping",
     "resumed": "clipping",
