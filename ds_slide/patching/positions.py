@@ -31,11 +31,12 @@ class Positions:
         self._may_know = type(inner).__module__.startswith("transformers.")
         self.have_no_jump: bool | None = None
         """What transformers has found where the model counted the tokens; None before."""
+        if self._may_know:
+            _install()
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Begin a forward of the whole model with these arguments."""
         if self._may_know:
-            _install()
             are_given = len(args) > 1 or kwargs.get("position_ids") is not None
             _under_way.set(None if are_given else self)
 
@@ -54,15 +55,14 @@ def _install() -> None:
         return
 
     def find_packed_sequence_indices(position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        model = None if torch.compiler.is_compiling() else _under_way.get()
-        if model is None or not _counts_tokens(position_ids):
-            return ask(position_ids, *args, **kwargs)
-        if not model.have_no_jump:
-            found = ask(position_ids, *args, **kwargs)
-            if model.have_no_jump is None:
-                model.have_no_jump = found is None
-            return found
-        return None
+        is_asked = torch.compiler.is_compiling() or not _counts_tokens(position_ids)
+        model = None if is_asked else _under_way.get()
+        if model is not None and model.have_no_jump:
+            return None
+        found = ask(position_ids, *args, **kwargs)
+        if model is not None and model.have_no_jump is None:
+            model.have_no_jump = found is None
+        return found
 
     find_packed_sequence_indices._slide_asks = ask  # type: ignore[attr-defined]
     setattr(library, QUESTION, find_packed_sequence_indices)

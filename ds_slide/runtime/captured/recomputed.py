@@ -143,11 +143,9 @@ class RecomputedBlock(CapturedBlock):
         """Return the use of a call. `recording`: what fits it."""
         assert self._call is not None
         hollow = with_leaves(given, iter([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
-        trained: Sequence[nn.Parameter]
-        if recording is None:
-            trained = [each for each in self._module.parameters() if each.requires_grad]
-        else:  # the same ones, without a walk through 13 modules
-            trained = list(recording.weights.trained)
+        # A recording that fits has the same weights, without a walk through 13 modules.
+        weights = self._module.parameters() if recording is None else recording.weights.trained
+        trained = [each for each in weights if each.requires_grad]
         function = functools.partial(self._operators, written, hollow, trained)
         guarded = self._call.parameters if self._call.written is UNASKED else []
         versions = [each._version for each in guarded]

@@ -209,8 +209,8 @@ class SpareMemory:
         if self._recorded != before:
             self._updating.passes.times.forget()
         if looks.step in WARM_UPS or self._recorded != before:
-            # A step that records has the recordings in its peak, and what they have replaced: 7.6 B seemed to need 6.3
-            # GB instead of 4.6, and lost the sums of two units.
+            # A step that records has the recordings in its peak, and what they are about to replace: 4.8 GB of 7.6 B,
+            # where a batch needed 3.7.
             self.need.watch_anew()
         elif looks.step in looks.coming or looks.step > WARM_UPS[-1]:
             self.need.measure()

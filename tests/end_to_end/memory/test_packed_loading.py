@@ -23,8 +23,7 @@ BLOCK_BYTES = WIDTH * INNER
 PACKED = LAYERS * BLOCK_BYTES
 SLOTS = 2
 LEEWAY = 40 << 20
-"""What the process grows by chance, 8 to 32 MiB (`peak_growth`), and some KiB of its own objects."""
-"""Threads, tables and what they leave behind: 8 to 32 MiB."""
+"""Threads, tables and what they leave behind, 8 to 32 MiB by chance (`peak_growth`), and once some KiB more."""
 
 
 class PackedLayer(nn.Module):
