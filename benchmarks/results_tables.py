@@ -74,7 +74,7 @@ def table(titles: list[str], lines: list[list[str]]) -> str:
 
 
 def readme(rows: Rows) -> str:
-    """Five results."""
+    """Six results."""
     chosen = [
         (
             "3 B, the key alone",
@@ -95,6 +95,11 @@ def readme(rows: Rows) -> str:
             "3 B, four GPUs, 8 x 2048 each, the key alone",
             find(rows, "stock", "qwen2.5-3b 4 x 8 x 2048", "clipping 1", FOUR),
             find(rows, "slide", "qwen2.5-3b 4 x 8 x 2048", "clipping 1", FOUR),
+        ),
+        (
+            "14 B in nf4, LoRA, 4 x 2048, 24 GiB (stock: 140)",
+            find(rows, "stock", NF4, "whole card", ADAPTERS),
+            find(rows, "slide", NF4, "24 GiB", ADAPTERS),
         ),
         (
             "1.5 B, everything on SSD",
@@ -124,6 +129,7 @@ MACHINES = {
 CLIP, IN_24, IN_12 = "clipping 1", "clipping 1, GPU 30.3%", "clipping 1, GPU 15.2%"
 BESIDE_OTHERS = "28_nvidia-h200_recorded-blocks"
 FOUR = "h200-x4_ranks_2"
+ADAPTERS, NF4 = "29_nvidia-h200_adapters", "qwen2.5-14b nf4 LoRA 4 x 2048"
 CURRENT = (
     # name, case, setting of DS-Slide, end of its page's name, setting and page of stock where it was run
     ("3 B, 8 x 2048", "qwen2.5-3b 8 x 2048", CLIP, "default", (CLIP, "default")),
@@ -153,18 +159,30 @@ CURRENT = (
     ("7.6 B, 8 x 2048", "qwen2.5-7b 8 x 2048", CLIP, "26_nvidia-h100_forecast", None),
     ("7.6 B, 4 x 2048, 24 GiB", "qwen2.5-7b 4 x 2048", IN_24, "26_nvidia-h100_forecast", None),
     ("14 B LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b LoRA 4 x 2048", "24 GiB", "lengths_2", None),
-    ("14 B nf4 LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b nf4 LoRA 4 x 2048", "24 GiB", "adapters-and-muon", None),
+    ("14 B nf4 LoRA, 4 x 2048, 24 GiB", NF4, "24 GiB", ADAPTERS, ("whole card", ADAPTERS)),
     ("30 B-A3B LoRA, 8 x 2048, 24 GiB", "qwen3-30b-a3b LoRA 8 x 2048", "24 GiB", "adapters-and-muon", None),
-    ("72 B nf4 LoRA, 4 x 2048, 24 GiB", "qwen2.5-72b nf4-double LoRA 4 x 2048", "24 GiB", "h200_adapters", None),
-    ("32 B LoRA, 4 x 2048, 24 GiB", "qwen2.5-32b LoRA 4 x 2048", "24 GiB", "h200_adapters", None),
+    (
+        "72 B nf4 LoRA, 4 x 2048, 24 GiB",
+        "qwen2.5-72b nf4-double LoRA 4 x 2048",
+        "24 GiB",
+        "28_nvidia-h200_adapters",
+        None,
+    ),
+    ("32 B LoRA, 4 x 2048, 24 GiB", "qwen2.5-32b LoRA 4 x 2048", "24 GiB", ADAPTERS, None),
     (
         "30 B-A3B LoRA on experts, 8 x 2048, 24 GiB",
         "qwen3-30b-a3b LoRA on experts 8 x 2048",
         "24 GiB, experts in parts, once more",
-        "h200_adapters",
+        "28_nvidia-h200_adapters",
         None,
     ),
-    ("2 blocks of DeepSeek-V3, 1 x 512, 16 GiB", "deepseek-v3-2-blocks LoRA 1 x 512", "16 GiB", "h200_adapters", None),
+    (
+        "2 blocks of DeepSeek-V3, 1 x 512, 16 GiB",
+        "deepseek-v3-2-blocks LoRA 1 x 512",
+        "16 GiB",
+        "28_nvidia-h200_adapters",
+        None,
+    ),
     ("3 B with Muon, 8 x 2048", "Muon qwen2.5-3b 8 x 2048", CLIP, "h200_muon", None),
     ("3 B with Muon, 8 x 2048, no clipping", "Muon qwen2.5-3b 8 x 2048", "clipping 0", "h200_muon", None),
     (
@@ -193,11 +211,11 @@ CURRENT = (
     (
         "7.6 B, 8 micro-batches of 1 x 2048, 24 GiB",
         "qwen2.5-7b 1 x 2048 x 8",
-        "clipping 1, 24 GiB, beside the host",
-        "28_nvidia-h200_recorded-blocks_2",
+        "clipping 1, 24 GiB, outer sums",
+        "29_nvidia-h200_recorded-blocks_2",
         None,
     ),
-    ("3 B, 8 micro-batches of 1 x 2048", "qwen2.5-3b 1 x 2048 x 8", CLIP, "recorded-blocks_2", None),
+    ("3 B, 8 micro-batches of 1 x 2048", "qwen2.5-3b 1 x 2048 x 8", CLIP, "27_nvidia-h100_recorded-blocks_2", None),
     ("3 B, 8 micro-batches of 12 lengths", "qwen2.5-3b 1 x (256 to 2048) x 8", CLIP, "recorded-blocks_2", None),
     (
         "3 B LoRA, 8 micro-batches of 1 x 2048",

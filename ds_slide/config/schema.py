@@ -87,7 +87,7 @@ Paths = Annotated[
     Annotated[tuple[Path, ...], Field(min_length=1, max_length=MOST_DIRECTORIES)] | None, BeforeValidator(_directories)
 ]
 ModulePath = Annotated[StrictStr, Field(min_length=1)]
-KernelKind = Literal["loss", "norm", "rope", "mlp"]
+KernelKind = Literal["loss", "norm", "rope", "mlp", "lora"]
 
 
 class _Block(BaseModel):
@@ -441,7 +441,7 @@ class SlideConfig(_Block):
     """
 
     kernels: Literal["auto", "off"] | Annotated[tuple[KernelKind, ...], Field(min_length=1)] = Field(
-        default="auto", description='"auto", "off" or a list out of "loss", "norm", "rope" and "mlp"'
+        default="auto", description='"auto", "off" or a list out of "loss", "norm", "rope", "mlp" and "lora"'
     )
     """Which parts of the model are computed by Triton kernels.
 

@@ -13,6 +13,7 @@ from torch import nn
 from ds_slide.patching.gated_mlp import patch_gated_mlp
 from ds_slide.patching.head import patch_loss
 from ds_slide.patching.kinds import Which, replaced_kind, resolve_kinds
+from ds_slide.patching.lora import patch_lora
 from ds_slide.patching.norms import patch_norm
 from ds_slide.patching.rotary import patch_rotary
 
@@ -27,11 +28,13 @@ PATCHERS: dict[str, Callable[[nn.Module, dict[Any, Any]], Patch | str | None]] =
     "norm": patch_norm,
     "rope": patch_rotary,
     "mlp": patch_gated_mlp,
+    "lora": patch_lora,
 }
 ABSENT = {
     "norm": "the model has no norm",
     "rope": "no forward in the model calls apply_rotary_pos_emb",
     "mlp": "the model has no gated feed-forward",
+    "lora": "the model has no adapters of PEFT on linear layers",
 }
 
 
@@ -63,7 +66,8 @@ class Replaced:
 def apply_kernels(model: nn.Module, which: Which = "auto", device_type: str | None = None) -> Replaced:
     """Put the kernels of the kinds `which` into `model` and say what was replaced.
 
-    `which`: "auto" (all kinds on a GPU, none elsewhere), "off", or a list out of "loss", "norm", "rope", "mlp".
+    `which`: "auto" (all kinds on a GPU, none elsewhere), "off", or a list out of "loss", "norm", "rope", "mlp" and
+    "lora".
     `device_type`: where the model will run, "cuda" or "cpu"; None: "cuda" if torch sees one.
 
     A module is replaced when its class computes, on random numbers, what the kernel computes; the model's parameters
@@ -86,7 +90,8 @@ def apply_kernels(model: nn.Module, which: Which = "auto", device_type: str | No
             ours = ours or before == kind
             if before is None:
                 _note(kind, PATCHERS[kind](module, known), counts, reasons, patches)
-        if not counts[kind] and kind not in reasons:
+        is_usual = kind != "lora" or which != "auto"  # most models have no adapters, which is no news
+        if not counts[kind] and kind not in reasons and is_usual:
             reasons[kind] = "it was replaced before" if ours else ABSENT[kind]
     counted: dict[str, int] = {kind: counts[kind] for kind in kinds if counts[kind]}
     return Replaced(MappingProxyType(counted), MappingProxyType(reasons), patches)

@@ -24,6 +24,7 @@ def _quick(quick_interpreter: None) -> None:
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch.empty and new_empty return is full of nan, or of bytes 0xFF: what nobody writes shows."""
 
+    @torch.no_grad()  # torch's checkpoint makes an empty leaf that needs a gradient
     def poison(memory: torch.Tensor) -> torch.Tensor:
         if memory.is_floating_point():
             return memory.fill_(torch.nan)

@@ -166,3 +166,39 @@ def test_auto_without_a_gpu_is_off() -> None:
     model = llama(**SIZES)
     with engine_for(model, ds_config({})) as engine:
         assert all("forward" not in module.__dict__ for module in engine.module.modules())
+
+
+def adapted(*, checkpointing: bool) -> torch.nn.Module:
+    """A model with adapters, whose B has random numbers: PEFT's are zero."""
+    peft = pytest.importorskip("peft")
+    base = llama(**SIZES)
+    if checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        base.enable_input_require_grads()
+    torch.manual_seed(3)
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+    model: torch.nn.Module = peft.get_peft_model(base, peft.LoraConfig(**settings)).train()
+    return to_bf16(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_with_the_kernel_train_as_without(checkpointing: bool) -> None:
+    """A recomputation ends before the last product of a block, whose result nothing in backward needs."""
+    results, products, calls = {}, {}, []
+    for kernels in ("off", ["lora"]):
+        model = adapted(checkpointing=checkpointing)
+        calls.clear()
+        for name, module in model.named_modules():
+            if name.endswith("down_proj.base_layer"):
+                module.register_forward_hook(lambda *_: calls.append("product"))
+        slide = {"kernels": kernels, "activations": "as_written", "window": 2, "gpu_states": 0}
+        with engine_for(model, ds_config(slide, clip=1.0)) as engine:
+            results[str(kernels)] = train(engine, batches(STEPS, length=12))
+            replaced = engine.optimizer.slide_stats()["kernels"]["replaced"]
+        assert replaced == ({} if kernels == "off" else {"lora": 3 * SIZES["num_hidden_layers"]})
+        products[str(kernels)] = len(calls)
+    expected, found = results.values()
+    torch.testing.assert_close(found.losses, expected.losses, rtol=5e-3, atol=0)
+    torch.testing.assert_close(found.norms, expected.norms, rtol=5e-2, atol=0)
+    forwards = STEPS * SIZES["num_hidden_layers"]
+    assert products == {"off": forwards * (1 + checkpointing), "['lora']": forwards}
