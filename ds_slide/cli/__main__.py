@@ -77,9 +77,9 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--quantization",
-        choices=("none", "nf4", "nf4-double", "int8", "fp8"),
+        choices=("none", "nf4", "nf4-double", "nf4-experts", "int8", "fp8"),
         default="none",
-        help="how the frozen weights of linear layers are packed, with --lora",
+        help="how the frozen weights are packed, with --lora",
     )
     parser.add_argument("--batch", type=_positive, help="sequences of a micro-batch; those of the JSON by default")
     parser.add_argument("--seq", type=_positive, required=True, help="tokens of a sequence")

@@ -374,6 +374,21 @@ def test_a_packed_base_needs_less_memory_and_more_time(
     assert refused.code == 1 and "name with --lora what trains beside them" in refused.error
 
 
+def test_fused_experts_are_packed_where_they_are_asked_for() -> None:
+    from transformers import Qwen3MoeConfig
+
+    from ds_slide.cli.planning.model import ModelShape
+
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1, "num_experts": 4, "vocab_size": 64}
+    config = Qwen3MoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+
+    def experts(kind: str) -> int:
+        model = ModelShape("small", config, None, kind).build()
+        return sum(each.numel() for name, each in model.named_parameters() if "experts" in name)
+
+    assert experts("nf4-experts") * 2 == experts("nf4-double") == 3 * 4 * 64 * 64
+
+
 def test_what_is_no_adapter(ds_slide: Callable[..., Any], config: Callable[..., Path], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.mkdir()
