@@ -31,8 +31,8 @@ ELSEWHERE = "h200-16-cores"
 """The ceilings for a GPU that this machine does not have, where no option names others."""
 
 WIDENED = (
-    "packed weights are taken to be widened to bf16 for each product, by a kernel at the memory's pace; experts in 3-D "
-    "parameters stay in bf16"
+    "packed weights are taken to be widened to bf16 for each product, by a kernel at the memory's pace; fused "
+    "experts stay in bf16, except with nf4-experts"
 )
 
 
