@@ -14,7 +14,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_slide.patching.kinds import Forward, ForwardPatch, gains_on, own_forward, plain_attributes, replace_forward
+from ds_slide.patching.kinds import (
+    Forward,
+    ForwardPatch,
+    gains_on,
+    own_forward,
+    plain_attributes,
+    random_linear,
+    replace_forward,
+)
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -63,7 +71,7 @@ def find_gated_form(module: nn.Module, names: tuple[str, ...]) -> GatedForm | st
     probe._modules = dict(module._modules)
     for child in names:
         inside, outside = (INNER, HIDDEN) if child == "down_proj" else (HIDDEN, INNER * (2 if packed else 1))
-        probe._modules[child] = _random_linear(inside, outside, generator)
+        probe._modules[child] = random_linear(inside, outside, generator)
     # The values are wide enough to reveal a clipped activation, and some are about 1, where the two gelus differ.
     x = torch.randn(24, HIDDEN, generator=generator, dtype=torch.float64, device="cpu")
     x *= torch.logspace(-1, 1, 24, dtype=torch.float64, device="cpu")[:, None]
@@ -85,14 +93,6 @@ def find_gated_form(module: nn.Module, names: tuple[str, ...]) -> GatedForm | st
     except Exception as error:  # whatever an unknown module raises means that it is not of this form
         return f"{name} could not be tried: {type(error).__name__}"
     return f"{name} computes something else than down(act(gate) * up) with silu or gelu"
-
-
-def _random_linear(inside: int, outside: int, generator: torch.Generator) -> nn.Linear:
-    linear = nn.Linear(inside, outside, device="meta")
-    for name, shape in (("weight", (outside, inside)), ("bias", (outside,))):
-        value = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        linear._parameters[name] = nn.Parameter(value, requires_grad=False)
-    return linear
 
 
 def _gated_forward(original: Forward, form: GatedForm) -> Forward:

@@ -187,3 +187,12 @@ def plain_attributes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
             if name != "training" and isinstance(value, int | float | bool | str | None)
         )
     )
+
+
+def random_linear(inside: int, outside: int, generator: torch.Generator) -> nn.Linear:
+    """Return a linear layer in fp64 on the CPU, frozen, with which the forward of a class is tried."""
+    linear = nn.Linear(inside, outside, device="meta")
+    for name, shape in (("weight", (outside, inside)), ("bias", (outside,))):
+        value = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        linear._parameters[name] = nn.Parameter(value, requires_grad=False)
+    return linear

@@ -19,6 +19,7 @@ from ds_slide.patching.kinds import (
     gains_on,
     own_forward,
     plain_attributes,
+    random_linear,
     replace_forward,
 )
 
@@ -53,7 +54,7 @@ def _why_not(module: nn.Module, kind: str) -> str | None:
     generator = torch.Generator().manual_seed(3)
     name, scaling = "probe", 1.75
     base, inner, outer = (
-        _random_linear(inside, outside, generator)
+        random_linear(inside, outside, generator)
         for inside, outside in ((INSIDE, OUTSIDE), (INSIDE, RANK), (RANK, OUTSIDE))
     )
     probe = copy.copy(module)
@@ -72,13 +73,6 @@ def _why_not(module: nn.Module, kind: str) -> str | None:
     except Exception as error:  # whatever an unknown module raises means that it is not of this form
         return f"{kind} could not be tried: {type(error).__name__}"
     return f"{kind} computes something else than base(x) + scaling * B(A(x))"
-
-
-def _random_linear(inside: int, outside: int, generator: torch.Generator) -> nn.Linear:
-    linear = nn.Linear(inside, outside, bias=False, device="meta")
-    value = torch.randn((outside, inside), generator=generator, dtype=torch.float64, device="cpu")
-    linear._parameters["weight"] = nn.Parameter(value, requires_grad=False)
-    return linear
 
 
 def _adapted(original: Forward) -> Forward:

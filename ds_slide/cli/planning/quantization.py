@@ -43,10 +43,9 @@ def pack(model: Any, kind: str) -> None:
 def _pack_experts(module: nn.Module, name: str) -> None:
     """Pack the 3-D parameter `name` as bitsandbytes does (`replace_parameter_4bit`): a parametrization widens it."""
     parameter: Any = module._parameters[name]
-    register_parametrization(module, name, widened := _Widened(parameter), unsafe=True)
+    register_parametrization(module, name, _Widened(parameter), unsafe=True)
     parametrizations: Any = module.parametrizations
     parametrizations[name].original = _frozen(_meta(-(-parameter.numel() // 2), 1, dtype=torch.uint8))
-    widened.is_packed = True
 
 
 class _Widened(nn.Module):
@@ -55,11 +54,10 @@ class _Widened(nn.Module):
     def __init__(self, parameter: nn.Parameter) -> None:
         super().__init__()
         self.quant_state = _state(-(-parameter.numel() // _OF_ABSMAX), double=True)
-        self.is_packed = False
         self._shape = parameter.shape
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
-        return packed.new_empty(self._shape, dtype=torch.bfloat16) if self.is_packed else packed
+        return packed.new_empty(self._shape, dtype=torch.bfloat16)
 
 
 class _PackedLinear(nn.Linear):
