@@ -1,15 +1,18 @@
-"""Frozen bases for adapters: linear layers whose weights are packed, where the model computes, one at a time.
+"""Frozen bases for adapters: linear layers and fused experts, packed where the model computes, one at a time.
 
 Each layer except the head is packed, as transformers does it. The layers are bitsandbytes' own, with the settings that
 `BitsAndBytesConfig` gives them. For fp8 there is one here: transformers' layer fetches its kernels from the Internet.
+Fused experts are packed in 4 bits alone, as `examples/packed_experts.py` does it, and else stay in bf16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 BASES = ("bf16", "nf4", "nf4-double", "int8", "fp8", "torchao-int8", "torchao-fp8")
 TARGETS = ("all-linear", "attention", "experts")
@@ -51,6 +54,14 @@ def packed(linear: nn.Linear, base: str) -> Any:
         layer.weight = layers.Params4bit(weight, requires_grad=False, module=layer, **options).to(weight.device)
     layer.bias = linear.bias
     return layer
+
+
+def pack_experts(module: nn.Module, name: str, experts: Iterable[Tensor], base: str) -> None:
+    """Replace a 3-D parameter by the packed bytes of `experts`, in host memory."""
+    from packed_experts import put_packed
+
+    shape = module._parameters[name].shape  # type: ignore[union-attr]
+    put_packed(module, name, experts, shape, "nf4", double=base == "nf4-double")
 
 
 def kept_on(home: torch.device, parameter: Any) -> Any:
@@ -108,4 +119,14 @@ def lora(rank: int, targets: str) -> Any:
 
 def elements(model: nn.Module) -> int:
     """Parameters of the model as if nothing was packed. A byte of bitsandbytes' 4 bits has two."""
-    return sum(parameter.numel() * (2 if hasattr(parameter, "quant_type") else 1) for parameter in model.parameters())
+    in_experts = {
+        id(each.original) for module in model.modules() if is_parametrized(module) for each in _packed_in(module)
+    }
+    return sum(
+        parameter.numel() * (2 if hasattr(parameter, "quant_type") or id(parameter) in in_experts else 1)
+        for parameter in model.parameters()
+    )
+
+
+def _packed_in(module: Any) -> Any:
+    return module.parametrizations.values()

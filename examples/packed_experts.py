@@ -16,7 +16,7 @@ Needs transformers 5.24 and bitsandbytes 0.50.2. The script imports nothing of D
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,27 +61,37 @@ class _Pack(Bnb4bitQuantize):
                 left[name] = value
                 continue
             weight = value[0] if isinstance(value, list) else value
-            data, state = _packed(weight, config.bnb_4bit_quant_type, double=config.bnb_4bit_use_double_quant)
-            module._parameters[attribute] = nn.Parameter(data, requires_grad=False)
-            replace_parameter_4bit_prequantized(module, attribute, state.as_dict(packed=True), data.device)
+            kind, double = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant
+            put_packed(module, attribute, weight, weight.shape, kind, double=double)
             module._is_hf_initialized = True
             missing_keys.discard(name)  # it has other names now, which the checkpoint does not have
         return super().convert(left, full_layer_name, model, **kwargs) if left else {}
 
 
-def _packed(weight: torch.Tensor, kind: str, *, double: bool) -> tuple[torch.Tensor, QuantState]:
+def put_packed(
+    module: nn.Module, name: str, experts: Iterable[torch.Tensor], shape: torch.Size, kind: str, *, double: bool
+) -> None:
+    """Replace a 3-D parameter by its packed bytes, in host memory. Reading the attribute widens them then."""
+    data, state = _packed(experts, shape, kind, double=double)
+    module._parameters[name] = nn.Parameter(data, requires_grad=False)
+    replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), data.device)
+
+
+def _packed(
+    experts: Iterable[torch.Tensor], shape: torch.Size, kind: str, *, double: bool
+) -> tuple[torch.Tensor, QuantState]:
     """Return what `quantize_4bit` makes of the whole parameter. It works in fp32, so it gets one expert at a time, on a
     GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    each = [quantize_4bit(expert.to(device), quant_type=kind) for expert in weight]
-    state = each[0][1]
+    packed = [quantize_4bit(expert.to(device), quant_type=kind) for expert in experts]
+    state = packed[0][1]
     state.to("cpu")
-    absmax = torch.cat([of_expert.absmax.cpu() for _, of_expert in each])
-    state.shape, state.absmax = weight.shape, absmax
+    absmax = torch.cat([of_expert.absmax.cpu() for _, of_expert in packed])
+    state.shape, state.absmax = shape, absmax
     if double:  # over all experts together
         state.offset, state.nested = absmax.mean(), True
         state.absmax, state.state2 = quantize_blockwise(absmax - state.offset, blocksize=256)
-    return torch.cat([data.cpu() for data, _ in each]), state
+    return torch.cat([data for data, _ in packed]).cpu(), state
 
 
 @register_quantizer(METHOD)

@@ -67,6 +67,12 @@ e) for base in int8 fp8; do
     row e-$base-plain 90 --system gpu-only --model qwen2.5-1.5b --base $base --batch 2 --seq 512 --patch ours --lr 1e-4 \
       --warmup 2 --steps 8
    done;;
+# The largest mixture in 4 bits that 125 GiB of host memory hold: 235 B-A22B, double quantisation, LoRA on attention, 1 x 2048
+# and 4 x 2048. By the plan 113.8 GiB of host memory, and 4.1 s a step of 1 x 2048, which the link bounds.      400 s
+f) row f 400 --system slide --model qwen3-235b-a22b --base nf4-double --targets attention --batch 1 --seq 2048 --build host \
+      --gpu-fraction $F --warmup 5 --steps 4;;
+f4) row f4 400 --system slide --model qwen3-235b-a22b --base nf4-double --targets attention --batch 4 --seq 2048 --build host \
+      --gpu-fraction $F --warmup 5 --steps 4;;
 # The GPU test of packed bases.                                                               45 s
 gpu) timeout -k 5 200 python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short tests/gpu/test_packed.py > $OUT/gpu.log 2>&1
      tail -3 $OUT/gpu.log; say gpu;;

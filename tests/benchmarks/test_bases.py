@@ -72,6 +72,18 @@ def test_a_base_that_is_kept_elsewhere_has_the_same_bits(base: str) -> None:
     )
 
 
+@pytest.mark.parametrize("base", [pytest.param(base, marks=needs_library(base)) for base in ("nf4", "nf4-double")])
+def test_packed_experts_have_the_weights_of_the_bf16_model(base: str) -> None:
+    plain, model = (shapes.build_in_host_memory("tiny-mixture", CPU, 0, each) for each in ("bf16", base))
+    ours, theirs = (each.model.layers[2].mlp.experts for each in (model, plain))
+    for name in ("gate_up_proj", "down_proj"):
+        original, expected = ours.parametrizations[name].original, getattr(theirs, name)
+        assert original.dtype == torch.uint8 and original.numel() == expected.numel() // 2
+        error = (getattr(ours, name) - expected).norm() / expected.norm()
+        assert 0 < error <= FARTHEST[base]
+    assert bases.elements(model) == bases.elements(plain) == sum(each.numel() for each in plain.parameters())
+
+
 def test_a_packed_base_needs_adapters() -> None:
     parser = argparse.ArgumentParser()
     settings.add_arguments(parser)
