@@ -81,12 +81,15 @@ def _adding(original: Forward) -> Forward:
         active = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or kwargs.get("adapter_names") or not active:
             return original(self, hidden, *args, **kwargs)
-        chain = self.get_base_layer().parametrizations[self.parameter_name]
-        chain.append(_Addition(self, active))
+        chain = vars(self.get_base_layer().parametrizations[self.parameter_name])
+        modules = chain["_modules"]
+        # Another dictionary for this call: one that is changed looks like state that the block keeps, and a block with
+        # state of its own is not recomputed unasked.
+        chain["_modules"] = {**modules, str(len(modules)): _Addition(self, active)}
         try:
             with parametrize.cached():
                 return self.base_layer(hidden, *args, **kwargs)
         finally:
-            del chain[-1]
+            chain["_modules"] = modules
 
     return forward

@@ -57,6 +57,12 @@ def test_losses_on_a_packed_base_follow_plain_torch(base: str, trained: dict[str
     assert 2 * (BLOCKS - SLOTS) * packed <= stats["lanes"]["h2d"]["bytes"] <= 2.4 * BLOCKS * packed
 
 
+@pytest.mark.parametrize("base", [pytest.param(base, marks=needs_library(base)) for base in BYTES])
+def test_losses_are_the_same_where_the_script_asks_for_no_checkpointing(base: str, trained: dict[str, Any]) -> None:
+    asked, unasked = (trained[base][system]["losses"] for system in ("slide", "unasked"))
+    assert unasked[0] == asked[0] and unasked == pytest.approx(asked, rel=2e-3)
+
+
 @pytest.mark.needs_cuda
 def test_both_have_kernels(trained: dict[str, Any]) -> None:
     for found in trained.values():

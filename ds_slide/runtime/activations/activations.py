@@ -3,7 +3,7 @@ GPU. The decision is made when a forward begins."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,7 +76,9 @@ class Activations:
         self.times = self.costs.times
         self._taken = TakenOver(blocks, unasked, self)
         self._states = {
-            unit.order: BlockState(unit.name, unit.spec.module) for unit in blocks if unit.spec.module is not None
+            unit.order: BlockState(unit.name, unit.spec.module, _moved_with(unit))
+            for unit in blocks
+            if unit.spec.module is not None
         }
         self.captures = Captures(
             self._states,
@@ -365,6 +367,12 @@ class Activations:
         return self.captures.nbytes + sum(
             _largest(self._bytes.get(unit.order, ()), unit.uses.begun - unit.uses.ended) for unit in self._blocks
         )
+
+
+def _moved_with(unit: Unit) -> Iterator[torch.Tensor]:
+    """Yield the tensors beside packed weights that move with a block and its parts."""
+    for each in (unit, *unit.parts):
+        yield from (carried.tensor for carried in each.carried)
 
 
 def _largest(given: Iterable[int], count: int) -> int:

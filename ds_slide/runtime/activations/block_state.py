@@ -12,7 +12,7 @@ before and after the forward, and before the recomputation, 5 us each. It copies
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -115,9 +115,11 @@ class Before:
 class BlockState:
     """The state that one block may change in its forward. All methods are called by the thread that computes."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        """`name`: of the block."""
+    def __init__(self, name: str, module: nn.Module, moved: Iterable[torch.Tensor] = ()) -> None:
+        """`name`: of the block. `moved`: tensors of packed weights that are in host memory now and on the GPU in a
+        forward: a copy made here would be on the wrong device."""
         self.name = name
+        self._moved = frozenset(map(id, moved))
         self._modules = {f"{name}.{path}".rstrip("."): each for path, each in module.named_modules()}
         self._latest: Before | None = None
         self._calls = 0
@@ -129,7 +131,7 @@ class BlockState:
         self._calls += 1
         latest, self._latest = self._latest, None
         if self.copies_all or latest is None or self._calls == FIRST_CALLS + 1 or not latest.is_there():
-            places = found(self._modules)
+            places = found(self._modules, self._moved)
             if self.copies_all:
                 places.places += globals_of_random()
             values = [place.read() for place in places.places]

@@ -226,6 +226,15 @@ def test_adapters_on_packed_experts_are_plain_torchs(shape: str, checkpoints: st
     assert differences(found, plain) == []
 
 
+def test_blocks_with_adapters_on_packed_experts_have_no_state_of_their_own() -> None:
+    """Such blocks would not be recomputed where memory is short."""
+    model = with_packed_experts(adapted_mixture("qwen3"))
+    with engine_for(model, ds_config(WHOLE | {"gpu_memory": "1GiB"})) as engine:
+        train(engine, batches(1))
+        states = engine.optimizer.runtime.parts.spare.activations._states.values()
+        assert len(states) == LAYERS and not [each.changes for each in states if each.changes or each.is_new]
+
+
 def test_adapters_on_packed_experts_are_switched_and_disabled_and_not_merged() -> None:
     model, plain = (with_packed_experts(adapted_mixture("qwen3", names=("first", "second"))) for _ in range(2))
     ids = batches(1)[0]["input_ids"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import deepspeed
@@ -33,6 +34,7 @@ from packed import BITSANDBYTES, PLAIN, SHAPE, SUBCLASSES, TORCHAO, PackedTensor
 
 from ds_slide.errors import SlideConfigError, SlideError
 from ds_slide.integration.activation import move_all_but_parameters
+from ds_slide.runtime.core.calls import in_backward
 
 WINDOW = {"window": 3, "gpu_states": 0}
 ON_SSD = {"window": 2, "gpu_states": 0, "host_memory": 0}
@@ -259,6 +261,26 @@ def test_replayed_blocks_have_the_same_bits(kind: str) -> None:
             replayed.append(engine.optimizer.slide_stats()["activations"]["replayed"])
     assert differences(*found) == []
     assert replayed == [0, 0 if kind == "int8" else 4]  # bitsandbytes' int8 layers have state of their own
+
+
+@pytest.mark.parametrize("kind", ["buffers", "subclass"])
+def test_a_recomputation_that_nobody_asks_for_reads_the_slot(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between forwards these tensors are in host memory. A recomputation that computed with a copy of them from there
+    failed on a GPU."""
+    model, noted = packed_model(kind), SimpleQueue[tuple[bool, int]]()  # a list would be state of the block
+    layer = model.model.layers[1].mlp.gate_proj
+    original = type(layer).forward
+
+    def noting(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self is layer:
+            packed = (self.weight.codes, self.weight.scales) if kind == "subclass" else self.buffers()
+            noted.put((in_backward(), len({each.untyped_storage().data_ptr() for each in packed})))
+        return original(self, x)
+
+    monkeypatch.setattr(type(layer), "forward", noting)
+    with engine_for(model, ds_config(WINDOW | {"gpu_memory": "1GiB"})) as engine:
+        train(engine, batches(2))
+    assert [noted.get() for _ in range(noted.qsize())] == [(False, 1), (True, 1)] * 2
 
 
 def test_a_buffer_that_a_forward_writes_is_refused() -> None:
