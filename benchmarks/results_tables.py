@@ -130,6 +130,7 @@ CLIP, IN_24, IN_12 = "clipping 1", "clipping 1, GPU 30.3%", "clipping 1, GPU 15.
 BESIDE_OTHERS = "28_nvidia-h200_recorded-blocks"
 FOUR = "h200-x4_ranks_2"
 ADAPTERS, NF4 = "29_nvidia-h200_adapters", "qwen2.5-14b nf4 LoRA 4 x 2048"
+ADAPTERS_2, LARGEST = "29_nvidia-h200_adapters_2", "qwen3-235b-a22b nf4-double LoRA"
 CURRENT = (
     # name, case, setting of DS-Slide, end of its page's name, setting and page of stock where it was run
     ("3 B, 8 x 2048", "qwen2.5-3b 8 x 2048", CLIP, "default", (CLIP, "default")),
@@ -160,7 +161,15 @@ CURRENT = (
     ("7.6 B, 4 x 2048, 24 GiB", "qwen2.5-7b 4 x 2048", IN_24, "26_nvidia-h100_forecast", None),
     ("14 B LoRA, 4 x 2048, 24 GiB", "qwen2.5-14b LoRA 4 x 2048", "24 GiB", "lengths_2", None),
     ("14 B nf4 LoRA, 4 x 2048, 24 GiB", NF4, "24 GiB", ADAPTERS, ("whole card", ADAPTERS)),
-    ("30 B-A3B LoRA, 8 x 2048, 24 GiB", "qwen3-30b-a3b LoRA 8 x 2048", "24 GiB", "adapters-and-muon", None),
+    (
+        "30 B-A3B LoRA, 8 x 2048, 24 GiB",
+        "qwen3-30b-a3b LoRA 8 x 2048",
+        "24 GiB, beside stock",
+        ADAPTERS_2,
+        ("whole card", ADAPTERS_2),
+    ),
+    ("235 B-A22B nf4 LoRA, 1 x 2048, 24 GiB", LARGEST + " 1 x 2048", "24 GiB", ADAPTERS_2, None),
+    ("235 B-A22B nf4 LoRA, 5 x 2048, 24 GiB", LARGEST + " 5 x 2048", "24 GiB, behind 4 x 2048", ADAPTERS_2, None),
     (
         "72 B nf4 LoRA, 4 x 2048, 24 GiB",
         "qwen2.5-72b nf4-double LoRA 4 x 2048",
@@ -221,7 +230,7 @@ CURRENT = (
         "3 B LoRA, 8 micro-batches of 1 x 2048",
         "qwen2.5-3b LoRA 1 x 2048 x 8",
         CLIP,
-        "27_nvidia-h100_recorded-blocks",
+        ADAPTERS_2,
         None,
     ),
     ("0.5 B, 4 micro-batches of 8 x 512", "qwen2.5-0.5b 8 x 512 x 4", CLIP, "27_nvidia-h100_recorded-blocks", None),
