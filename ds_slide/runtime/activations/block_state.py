@@ -116,8 +116,8 @@ class BlockState:
     """The state that one block may change in its forward. All methods are called by the thread that computes."""
 
     def __init__(self, name: str, module: nn.Module, moved: Iterable[torch.Tensor] = ()) -> None:
-        """`name`: of the block. `moved`: tensors of packed weights that are in host memory now and on the GPU in a
-        forward: a copy made here would be on the wrong device."""
+        """`name`: of the block. `moved`: tensors beside packed weights, which are in host memory between forwards. A
+        copy made here would be on the wrong device, and the engine refuses writes to them."""
         self.name = name
         self._moved = frozenset(map(id, moved))
         self._modules = {f"{name}.{path}".rstrip("."): each for path, each in module.named_modules()}
@@ -131,7 +131,7 @@ class BlockState:
         self._calls += 1
         latest, self._latest = self._latest, None
         if self.copies_all or latest is None or self._calls == FIRST_CALLS + 1 or not latest.is_there():
-            places = found(self._modules, self._moved)
+            places = found(self._modules)
             if self.copies_all:
                 places.places += globals_of_random()
             values = [place.read() for place in places.places]
@@ -153,8 +153,8 @@ class BlockState:
         return self._calls <= FIRST_CALLS or self.changes is not None
 
     def _copies(self, places: Found) -> dict[int, torch.Tensor]:
-        buffers = [tensor for tensor, _ in places.tensors[: places.buffers]]
-        others = [tensor for tensor, _ in places.tensors[places.buffers :]]
+        buffers = [tensor for tensor, _ in places.tensors[: places.buffers] if id(tensor) not in self._moved]
+        others = [tensor for tensor, _ in places.tensors[places.buffers :] if id(tensor) not in self._moved]
         copied = [*buffers, *_within(OTHER_BYTES, others)] if self.copies_all else _within(SMALL, buffers + others)
         with torch.no_grad():
             return {id(tensor): tensor.clone() for tensor in copied}

@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from types import CellType, FunctionType, SimpleNamespace
@@ -344,10 +344,9 @@ class Found:
                 self.walk(cell.cell_contents, name, MOST_DEPTH - 2)
 
 
-def found(modules: Mapping[str, nn.Module], moved: Collection[int] = ()) -> Found:
-    """Return all places of a block. `modules`: its own module and the modules in it, by their names for users. `moved`:
-    identities of the tensors that the engine moves with the block, and refuses writes to itself."""
-    places = Found(_seen=set(moved))
+def found(modules: Mapping[str, nn.Module]) -> Found:
+    """Return all places of a block. `modules`: its own module and the modules in it, by their names for users."""
+    places = Found()
     plain = [module for module in modules.values() if _is_plain_module(module)]
     places.add(modules, _Training(plain, "training"))
     places.of_block = id(vars(next(iter(modules.values()))))

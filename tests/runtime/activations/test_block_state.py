@@ -159,3 +159,14 @@ def test_a_block_without_tensors_is_remembered_once() -> None:
     for _ in range(FIRST_CALLS + 1):
         latest = state.before()
     assert state.before() is latest
+
+
+def test_what_moves_with_the_block_is_watched_and_not_copied() -> None:
+    """A forward that writes it cannot be recomputed, and is refused."""
+    layer = Layer()
+    state = BlockState("layer", layer, [layer.buffer])
+    before = state.before()
+    assert id(layer.buffer) not in before.copies and not state.after(before)
+    before = state.before()
+    layer.buffer.add_(1)
+    assert state.after(before) and not before.is_complete
