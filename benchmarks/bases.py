@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList
 
 BASES = ("bf16", "nf4", "nf4-double", "int8", "fp8", "torchao-int8", "torchao-fp8")
 TARGETS = ("all-linear", "attention", "experts")
@@ -119,14 +119,8 @@ def lora(rank: int, targets: str) -> Any:
 
 def elements(model: nn.Module) -> int:
     """Parameters of the model as if nothing was packed. A byte of bitsandbytes' 4 bits has two."""
-    in_experts = {
-        id(each.original) for module in model.modules() if is_parametrized(module) for each in _packed_in(module)
-    }
+    in_experts = {id(module.original) for module in model.modules() if isinstance(module, ParametrizationList)}
     return sum(
         parameter.numel() * (2 if hasattr(parameter, "quant_type") or id(parameter) in in_experts else 1)
         for parameter in model.parameters()
     )
-
-
-def _packed_in(module: Any) -> Any:
-    return module.parametrizations.values()

@@ -153,8 +153,10 @@ class BlockState:
         return self._calls <= FIRST_CALLS or self.changes is not None
 
     def _copies(self, places: Found) -> dict[int, torch.Tensor]:
-        buffers = [tensor for tensor, _ in places.tensors[: places.buffers] if id(tensor) not in self._moved]
-        others = [tensor for tensor, _ in places.tensors[places.buffers :] if id(tensor) not in self._moved]
+        buffers, others = (
+            [tensor for tensor, _ in part if id(tensor) not in self._moved]
+            for part in (places.tensors[: places.buffers], places.tensors[places.buffers :])
+        )
         copied = [*buffers, *_within(OTHER_BYTES, others)] if self.copies_all else _within(SMALL, buffers + others)
         with torch.no_grad():
             return {id(tensor): tensor.clone() for tensor in copied}
